@@ -1,0 +1,88 @@
+"""Trial artifacts of Ray Tune and Ray Train that survive crashes, moves and restores.
+
+Names are imported when they are first used, so that `import ray_artifact_sync` costs neither Ray nor a storage client.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ray_artifact_sync._version import __version__
+
+if TYPE_CHECKING:
+    from ray_artifact_sync.callback import ArtifactSyncCallback as ArtifactSyncCallback
+    from ray_artifact_sync.config import SyncConfig as SyncConfig
+    from ray_artifact_sync.config import configure as configure
+    from ray_artifact_sync.errors import (
+        ArtifactConflictError as ArtifactConflictError,
+    )
+    from ray_artifact_sync.errors import (
+        ArtifactNotFoundError as ArtifactNotFoundError,
+    )
+    from ray_artifact_sync.errors import (
+        ArtifactSyncError as ArtifactSyncError,
+    )
+    from ray_artifact_sync.errors import (
+        ConfigurationError as ConfigurationError,
+    )
+    from ray_artifact_sync.errors import (
+        IncompleteSyncError as IncompleteSyncError,
+    )
+    from ray_artifact_sync.errors import (
+        IntegrityError as IntegrityError,
+    )
+    from ray_artifact_sync.errors import (
+        InvalidPathError as InvalidPathError,
+    )
+    from ray_artifact_sync.errors import (
+        ManifestError as ManifestError,
+    )
+    from ray_artifact_sync.errors import (
+        StorageError as StorageError,
+    )
+    from ray_artifact_sync.errors import (
+        StoragePermissionError as StoragePermissionError,
+    )
+    from ray_artifact_sync.errors import (
+        SyncTimeoutError as SyncTimeoutError,
+    )
+    from ray_artifact_sync.registry import ArtifactRegistry as ArtifactRegistry
+    from ray_artifact_sync.session import TrialArtifacts as TrialArtifacts
+    from ray_artifact_sync.syncer import ArtifactSyncer as ArtifactSyncer
+    from ray_artifact_sync.trainable import ArtifactSyncMixin as ArtifactSyncMixin
+
+_HOMES = {
+    "ArtifactSyncCallback": "callback",
+    "SyncConfig": "config",
+    "configure": "config",
+    "ArtifactConflictError": "errors",
+    "ArtifactNotFoundError": "errors",
+    "ArtifactSyncError": "errors",
+    "ConfigurationError": "errors",
+    "IncompleteSyncError": "errors",
+    "IntegrityError": "errors",
+    "InvalidPathError": "errors",
+    "ManifestError": "errors",
+    "StorageError": "errors",
+    "StoragePermissionError": "errors",
+    "SyncTimeoutError": "errors",
+    "ArtifactRegistry": "registry",
+    "TrialArtifacts": "session",
+    "ArtifactSyncer": "syncer",
+    "ArtifactSyncMixin": "trainable",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

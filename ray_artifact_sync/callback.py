@@ -1,0 +1,55 @@
+"""`ArtifactSyncCallback`: on the driver, keeps Ray from ending an actor before its artifacts are in storage."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from ray.tune import Callback
+
+if TYPE_CHECKING:
+    from ray.tune.experiment import Trial
+
+logger = logging.getLogger(__name__)
+
+
+class ArtifactSyncCallback(Callback):  # type: ignore[misc]  # Ray has no type information here
+    """Waits for the trials' last syncs before an experiment ends.
+
+    In the middle of a run, Ray gives a stopping actor 600 s (`TUNE_FORCE_TRIAL_CLEANUP_S`), but at the end of an
+    experiment only 10 s, which cannot be changed. So every completed trial is asked to flush, and when the last running
+    trial completes, the driver waits for all of these flushes. What `cleanup()` writes after that still has the 10 s.
+
+    Args:
+        timeout: Seconds to wait at most.
+    """
+
+    def __init__(self, timeout: float = 1800.0) -> None:
+        self.timeout = timeout
+        self._pending: dict[str, Any] = {}
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        """Asks the trial's actor to flush; waits for all flushes if no other trial is running."""
+        actor = trial.temporary_state.ray_actor
+        flush = getattr(actor, "flush_artifacts", None) if actor is not None else None
+        if flush is not None:
+            self._pending[trial.trial_id] = flush.remote()
+        if all(other.is_finished() or other is trial for other in trials):
+            self._wait()
+
+    def _wait(self) -> None:
+        import ray  # noqa: PLC0415
+
+        ends = time.monotonic() + self.timeout
+        for trial_id, reference in self._pending.items():
+            try:
+                ray.get(reference, timeout=max(0.0, ends - time.monotonic()))
+            except ray.exceptions.GetTimeoutError:
+                logger.warning("Trial %s did not flush its artifacts within %g s.", trial_id, self.timeout)
+            except Exception as error:
+                logger.info("Trial %s could not flush its artifacts: %s", trial_id, error)
+        self._pending.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"timeout": self.timeout, "_pending": {}}

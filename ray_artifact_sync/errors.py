@@ -1,0 +1,103 @@
+"""Every error of this package: one base, and the built-in it is a kind of.
+
+Errors cross process borders (Ray actors, process pools), so each one survives pickling with all of its
+fields; see `ArtifactSyncError.__reduce__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ArtifactSyncError(Exception):
+    """Base of all errors that this package raises on purpose.
+
+    Args:
+        message: What was wrong, where, and what to do.
+        **fields: Facts about the failure, kept as attributes and through pickling.
+    """
+
+    def __init__(self, message: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self._fields = fields
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self.args[0]) if self.args else "", self._fields)
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+def _rebuild(cls: type[ArtifactSyncError], message: str, fields: dict[str, Any]) -> ArtifactSyncError:
+    return cls(message, **fields)
+
+
+class InvalidPathError(ArtifactSyncError, ValueError):
+    """A path that cannot be an artifact path (absolute, `..`, empty segment, NUL ...)."""
+
+
+class ConfigurationError(ArtifactSyncError, ValueError):
+    """Options or their combination cannot work; raised when a run is set up, not in a worker."""
+
+
+class ManifestError(ArtifactSyncError, ValueError):
+    """A manifest, snapshot or writer file is damaged, hostile, or of an unknown format version."""
+
+
+class ArtifactConflictError(ArtifactSyncError):
+    """Two writers claim the same thing: a newer attempt owns the trial, or ranks disagree on a path."""
+
+
+class IntegrityError(ArtifactSyncError):
+    """Bytes read do not have the size or the digest that the manifest names."""
+
+
+class FileChangedError(ArtifactSyncError):
+    """A local file changed while it was read, so that no consistent version was seen."""
+
+
+class SyncTimeoutError(ArtifactSyncError, TimeoutError):
+    """A sync did not end before its deadline (`sync_timeout`)."""
+
+
+class StorageError(ArtifactSyncError, OSError):
+    """The storage refused or failed an operation.
+
+    Attributes:
+        retryable: Whether the same request may succeed later (throttling, resets, 5xx, timeouts).
+    """
+
+    retryable: bool = False
+
+    def __init__(self, message: str = "", *, retryable: bool = False, **fields: Any) -> None:
+        super().__init__(message, retryable=retryable, **fields)
+
+
+class ArtifactNotFoundError(StorageError, FileNotFoundError):
+    """Something that was asked for by name is not in the storage."""
+
+
+class StoragePermissionError(StorageError, PermissionError):
+    """The storage refused the credentials or the right to do this."""
+
+
+class PreconditionFailedError(StorageError):
+    """A conditional write was refused: the object is not what the writer believed it to be."""
+
+
+class IncompleteSyncError(ArtifactSyncError):
+    """Some files of a sync could not be transferred; the others were.
+
+    Attributes:
+        failures: Path to the error that stopped it.
+    """
+
+    failures: Mapping[str, BaseException]
+
+    def __init__(
+        self, message: str = "", *, failures: Mapping[str, BaseException] | None = None, **fields: Any
+    ) -> None:
+        super().__init__(message, failures=dict(failures or {}), **fields)

@@ -1,0 +1,88 @@
+"""Names of everything this library keeps in a trial dir (on storage) and in a working dir (on the node). Pure.
+
+<trial dir>/
+  <artifacts at their own paths, newest version>
+  checkpoint_000003/.ray_artifact_sync-<token>.json     snapshot
+  .ray_artifact_sync/
+    manifest.json                   head
+    writer.json                     who may write: the newest token
+    layers/<token>-<n>.json         immutable parts that head and snapshots refer to
+    objects/<token>/<digest>        preserved versions
+    aside/<token>/manifest.json     newest manifest that a restore superseded
+    exploits/<key>.json             own manifest at the moment another trial's checkpoint was taken over
+    tmp/<token>/                    files being written, on stores that need a rename to be atomic
+
+<working dir>/
+  .ray_artifact_sync/
+    lock, alive, token              node-local coordination of overlapping attempts
+    set_aside/<token>/              what an earlier attempt left behind
+"""
+
+from __future__ import annotations
+
+import re
+
+STATE_DIR = ".ray_artifact_sync"
+MANIFEST = f"{STATE_DIR}/manifest.json"
+WRITER = f"{STATE_DIR}/writer.json"
+LAYERS = f"{STATE_DIR}/layers"
+OBJECTS = f"{STATE_DIR}/objects"
+ASIDE = f"{STATE_DIR}/aside"
+EXPLOITS = f"{STATE_DIR}/exploits"
+TMP = f"{STATE_DIR}/tmp"
+
+SET_ASIDE = f"{STATE_DIR}/set_aside"
+LOCK = f"{STATE_DIR}/lock"
+ALIVE = f"{STATE_DIR}/alive"
+LOCAL_TOKEN = f"{STATE_DIR}/token"
+
+TOKEN_DIGITS = 20
+_TOKEN = re.compile(rf"\d{{{TOKEN_DIGITS}}}")
+_CHECKPOINT_DIR = re.compile(r"checkpoint_-?\d+")
+_SNAPSHOT = re.compile(rf"\.ray_artifact_sync-(\d{{{TOKEN_DIGITS}}})\.json")
+
+
+def make_token(value: int) -> str:
+    """The token of an attempt: `value` zero-padded, so that text order is numeric order."""
+    return f"{value:0{TOKEN_DIGITS}d}"
+
+
+def is_token(text: object) -> bool:
+    """Whether `text` is a token."""
+    return isinstance(text, str) and _TOKEN.fullmatch(text) is not None
+
+
+def is_checkpoint_dir(name: str) -> bool:
+    """Whether a directory of this name in a trial dir is one of Ray's checkpoints."""
+    return _CHECKPOINT_DIR.fullmatch(name) is not None
+
+
+def checkpoint_index(name: str) -> int:
+    """The number in `checkpoint_000003`."""
+    return int(name.removeprefix("checkpoint_"))
+
+
+def snapshot_name(token: str) -> str:
+    """File name of a snapshot inside its checkpoint."""
+    return f"{STATE_DIR}-{token}.json"
+
+
+def snapshot_token(name: str) -> str | None:
+    """The token in a snapshot's file name, or None if the file is not a snapshot."""
+    match = _SNAPSHOT.fullmatch(name)
+    return match.group(1) if match else None
+
+
+def is_reserved(path: str) -> bool:
+    """Whether an artifact path would lie in this library's own directory."""
+    return path == STATE_DIR or path.startswith(f"{STATE_DIR}/")
+
+
+def object_path(token: str, digest: str) -> str:
+    """Where `token` preserves the version with this digest."""
+    return f"{OBJECTS}/{token}/{digest}"
+
+
+def aside_path(token: str) -> str:
+    """Where the manifest lies that `token`'s restore superseded."""
+    return f"{ASIDE}/{token}/manifest.json"

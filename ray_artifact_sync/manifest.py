@@ -1,0 +1,313 @@
+"""Manifests as JSON documents, as a stack of layers so that a commit costs what changed. Pure.
+
+A document (head or snapshot) is self-contained while it has few entries. Beyond `INLINE_ENTRIES` changes, they move
+into an immutable *layer* file that later documents refer to by name and digest, newest last; layers are merged so that
+their sizes fall geometrically (the idea of the log-structured merge tree, O'Neil et al. 1996), which makes the cost of
+a commit O(changes * log(entries)) amortised. To read one without this library: start with nothing; for each layer in
+order, then for the document itself, put `entries` on top and take `removed` away.
+
+    {"format": 1, "kind": "snapshot", "token": "...", "trial": "...", "checkpoint": "checkpoint_000003",
+     "layers": [{"name": "<token>-000001.json", "digest": "<blake3>", "count": 3000}],
+     "entries": {"log.txt": {"size": 12, "digest": "<blake3>", "mtime_ns": 1}, "plots": {"dir": true}},
+     "removed": ["gone.txt"]}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from ray_artifact_sync import layout
+from ray_artifact_sync.entries import FileEntry, Manifest, validate_path
+from ray_artifact_sync.errors import InvalidPathError, ManifestError
+
+FORMAT = 1
+INLINE_ENTRIES = 128
+"""Changes a document holds itself; two documents of this many entries stay below 64 KiB."""
+MERGE_RATIO = 4
+"""A layer swallows the one below unless that is more than so many times larger."""
+MAX_DOCUMENT_BYTES = 1 << 30
+"""Larger documents are refused unread (about 5 million entries)."""
+MAX_LAYERS = 64
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LAYER_NAME = re.compile(rf"\d{{{layout.TOKEN_DIGITS}}}-\d{{6,}}\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRef:
+    """A layer as a document names it: file name below `layers/`, BLAKE3 of its bytes, number of changes in it."""
+
+    name: str
+    digest: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a layer or document puts on top of those below it."""
+
+    entries: Mapping[str, FileEntry] = field(default_factory=dict)
+    removed: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.entries) + len(self.removed)
+
+    def over(self, below: Changes) -> Changes:
+        """Both as one, this one on top."""
+        entries = {path: entry for path, entry in below.entries.items() if path not in self.removed}
+        entries.update(self.entries)
+        return Changes(entries, (below.removed - self.entries.keys()) | self.removed)
+
+    def apply(self, entries: dict[str, FileEntry]) -> None:
+        """Changes a listing in place."""
+        for path in self.removed:
+            entries.pop(path, None)
+        entries.update(self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A decoded head, snapshot or layer.
+
+    Attributes:
+        kind: `"manifest"`, `"snapshot"` or `"layer"`.
+        token: The attempt that wrote it.
+        trial: Trial dir name (snapshots).
+        checkpoint: Checkpoint dir name (snapshots).
+        layers: Below `changes`, oldest first.
+        changes: The document's own.
+    """
+
+    kind: str
+    token: str
+    changes: Changes
+    layers: tuple[LayerRef, ...] = ()
+    trial: str = ""
+    checkpoint: str = ""
+
+
+def encode(document: Document) -> bytes:
+    """The JSON bytes of a document; keys and entries sorted, so that equal documents are equal bytes."""
+    body: dict[str, Any] = {"format": FORMAT, "kind": document.kind, "token": document.token}
+    if document.trial:
+        body["trial"] = document.trial
+    if document.checkpoint:
+        body["checkpoint"] = document.checkpoint
+    if document.layers:
+        body["layers"] = [{"name": ref.name, "digest": ref.digest, "count": ref.count} for ref in document.layers]
+    body["entries"] = {path: _encode_entry(entry) for path, entry in sorted(document.changes.entries.items())}
+    if document.changes.removed:
+        body["removed"] = sorted(document.changes.removed)
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+
+
+def _encode_entry(entry: FileEntry) -> dict[str, Any]:
+    if entry.is_dir:
+        return {"dir": True}
+    return {"size": entry.size, "digest": entry.digest, "mtime_ns": entry.mtime_ns}
+
+
+def decode(data: bytes, *, kind: str, where: str) -> Document:
+    """Parses and checks a document from storage; nothing in it is trusted.
+
+    Args:
+        data: The bytes.
+        kind: The kind that it must be.
+        where: Its place, for error messages.
+
+    Raises:
+        ManifestError: It is no valid document of this kind, or of a format version that this release does not know.
+    """
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise ManifestError(f"{where} has {len(data)} bytes; documents end at {MAX_DOCUMENT_BYTES}.")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{where} is not valid JSON ({error}). It is damaged or not ours.") from None
+    if not isinstance(body, dict) or body.get("kind") != kind:
+        raise ManifestError(f"{where} is not a {kind} of ray-artifact-sync.")
+    if body.get("format") != FORMAT:
+        raise ManifestError(
+            f"{where} has format version {body.get('format')!r}; this release reads version {FORMAT}. "
+            "Install a newer ray-artifact-sync."
+        )
+    check = _Checker(where)
+    return Document(
+        kind=kind,
+        token=check.token(body.get("token")),
+        changes=Changes(check.entries(body.get("entries", {})), check.removed(body.get("removed", []))),
+        layers=check.layers(body.get("layers", [])),
+        trial=check.text(body.get("trial", ""), "trial"),
+        checkpoint=check.text(body.get("checkpoint", ""), "checkpoint"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Checker:
+    where: str
+
+    def fail(self, problem: str) -> ManifestError:
+        return ManifestError(f"{self.where} {problem}.")
+
+    def text(self, value: object, name: str) -> str:
+        if not isinstance(value, str):
+            raise self.fail(f"has a {name} that is not text")
+        return value
+
+    def token(self, value: object) -> str:
+        if not layout.is_token(value):
+            raise self.fail(f"has the malformed token {value!r}")
+        return str(value)
+
+    def path(self, value: str) -> str:
+        try:
+            validate_path(value)
+        except InvalidPathError as error:
+            raise self.fail(f"lists a path that must not be: {error}") from None
+        if layout.is_reserved(value):
+            raise self.fail(f"lists {value!r}, which belongs to this library")
+        return value
+
+    def entries(self, value: object) -> dict[str, FileEntry]:
+        if not isinstance(value, dict):
+            raise self.fail("has entries that are not an object")
+        return {path: self.entry(self.path(path), body) for path, body in value.items()}
+
+    def entry(self, path: str, body: object) -> FileEntry:
+        if not isinstance(body, dict):
+            raise self.fail(f"has a malformed entry for {path!r}")
+        if body.get("dir") is True:
+            return FileEntry(path, 0, "", is_dir=True)
+        size, digest, mtime_ns = body.get("size"), body.get("digest"), body.get("mtime_ns", 0)
+        if type(size) is not int or not 0 <= size < 1 << 63:
+            raise self.fail(f"has the impossible size {size!r} for {path!r}")
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise self.fail(f"has a malformed digest for {path!r}")
+        if type(mtime_ns) is not int or not 0 <= mtime_ns < 1 << 63:
+            raise self.fail(f"has the impossible mtime_ns {mtime_ns!r} for {path!r}")
+        return FileEntry(path, size, digest, mtime_ns)
+
+    def removed(self, value: object) -> frozenset[str]:
+        if not isinstance(value, list) or not all(isinstance(path, str) for path in value):
+            raise self.fail("has a malformed list of removed paths")
+        return frozenset(value)
+
+    def layers(self, value: object) -> tuple[LayerRef, ...]:
+        if not isinstance(value, list) or len(value) > MAX_LAYERS:
+            raise self.fail("has a malformed list of layers")
+        return tuple(self.layer(item) for item in value)
+
+    def layer(self, item: object) -> LayerRef:
+        if (
+            isinstance(item, dict)
+            and isinstance(name := item.get("name"), str)
+            and _LAYER_NAME.fullmatch(name)
+            and isinstance(digest := item.get("digest"), str)
+            and _DIGEST.fullmatch(digest)
+            and type(count := item.get("count")) is int
+            and count >= 0
+        ):
+            return LayerRef(name, digest, count)
+        raise self.fail(f"refers to the malformed layer {str(item)[:200]}")
+
+
+def check_no_file_is_a_directory(manifest: Manifest, where: str) -> Manifest:
+    """Refuses a listing in which one path is a file and a directory at once.
+
+    Raises:
+        ManifestError: It is so.
+    """
+    for path in manifest.entries:
+        parent = path
+        while (cut := parent.rfind("/")) > 0:
+            parent = parent[:cut]
+            above = manifest.entries.get(parent)
+            if above is not None and not above.is_dir:
+                raise ManifestError(f"{where} lists {parent!r} both as a file and as the directory of {path!r}.")
+    return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFile:
+    """A layer that must be written before the document that refers to it."""
+
+    ref: LayerRef
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestStack:
+    """A manifest together with the layers that hold most of it.
+
+    Attributes:
+        manifest: The whole listing.
+        layers: Layers with their content, oldest first.
+        inline: What lies on top of the layers.
+    """
+
+    manifest: Manifest = field(default_factory=Manifest)
+    layers: tuple[tuple[LayerRef, Changes], ...] = ()
+    inline: Changes = field(default_factory=Changes)
+
+    @property
+    def refs(self) -> tuple[LayerRef, ...]:
+        """The layers as documents name them."""
+        return tuple(ref for ref, _ in self.layers)
+
+    def document(self, kind: str, *, token: str, trial: str = "", checkpoint: str = "") -> Document:
+        """The head or a snapshot that stores this manifest."""
+        return Document(kind, token, self.inline, self.refs, trial, checkpoint)
+
+    def advance(self, manifest: Manifest, *, next_name: Callable[[], str]) -> tuple[ManifestStack, list[LayerFile]]:
+        """Moves on to another manifest.
+
+        Args:
+            manifest: The new listing; entries that did not change should be the same objects.
+            next_name: Gives the file name of a new layer.
+
+        Returns:
+            The new stack, and the layers to be written before a document of it.
+        """
+        inline = _difference(self.manifest.entries, manifest.entries).over(self.inline)
+        if len(inline) <= INLINE_ENTRIES:
+            return ManifestStack(manifest, self.layers, _without_void(inline, bool(self.layers))), []
+        layers = list(self.layers)
+        while layers and layers[-1][0].count <= MERGE_RATIO * len(inline):
+            inline = inline.over(layers.pop()[1])
+        if not layers:
+            inline = Changes(dict(manifest.entries))
+        document = Document("layer", manifest.token, inline)
+        data = encode(document)
+        ref = LayerRef(next_name(), blake3(data).hexdigest(), len(inline))
+        return ManifestStack(manifest, (*layers, (ref, inline)), Changes()), [LayerFile(ref, data)]
+
+
+def _difference(old: Mapping[str, FileEntry], new: Mapping[str, FileEntry]) -> Changes:
+    entries = {path: entry for path, entry in new.items() if old.get(path) is not entry and old.get(path) != entry}
+    return Changes(entries, frozenset(old.keys() - new.keys()))
+
+
+def _without_void(changes: Changes, has_layers: bool) -> Changes:  # noqa: FBT001
+    """A removal means nothing where no layer lies below."""
+    return changes if has_layers or not changes.removed else Changes(changes.entries)
+
+
+def assemble(document: Document, layers: Mapping[str, Changes]) -> ManifestStack:
+    """Puts a document and its layers (by name) together.
+
+    Raises:
+        ManifestError: The result lists one path as file and directory.
+    """
+    entries: dict[str, FileEntry] = {}
+    for ref in document.layers:
+        layers[ref.name].apply(entries)
+    document.changes.apply(entries)
+    manifest = check_no_file_is_a_directory(Manifest(entries, document.token), f"The {document.kind}")
+    stack = tuple((ref, layers[ref.name]) for ref in document.layers)
+    return ManifestStack(manifest, stack, document.changes)

@@ -1,0 +1,68 @@
+"""What a user can set about syncing, as one frozen value that travels from the driver to the workers. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ray_artifact_sync.entries import Skip
+from ray_artifact_sync.errors import ConfigurationError
+from ray_artifact_sync.patterns import Selection
+from ray_artifact_sync.registry import ArtifactRegistry
+
+DEFAULT_SYNC_PERIOD = 30.0
+DEFAULT_SYNC_TIMEOUT = 1800.0
+DEFAULT_MAX_CONCURRENCY = 32
+DEFAULT_RETRIES = 5
+
+OnError = Literal["warn", "raise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncOptions:
+    """How a session syncs.
+
+    Attributes:
+        selection: Which local files are artifacts at all.
+        registry: Which of them belong to driver components.
+        max_concurrency: Requests in flight.
+        retries: Further tries of a request that may succeed later.
+        history: Keep every version that a retained checkpoint needs. Without it, a checkpoint restores the newest
+            version of files that changed since.
+        adopt_foreign_artifacts: On restoring another trial's checkpoint (PBT), take its artifacts too.
+        on_error: What a failed sync does: `"warn"` logs and counts it, `"raise"` raises it.
+        sync_period: Seconds between background syncs.
+        sync_timeout: Seconds that one sync may take.
+        predecessor_wait: Seconds that a new attempt waits for an older one that still lives in the same working dir.
+    """
+
+    selection: Selection = field(default_factory=Selection)
+    registry: ArtifactRegistry = field(default_factory=ArtifactRegistry.default)
+    max_concurrency: int = DEFAULT_MAX_CONCURRENCY
+    retries: int = DEFAULT_RETRIES
+    history: bool = True
+    adopt_foreign_artifacts: bool = False
+    on_error: OnError = "warn"
+    sync_period: float = DEFAULT_SYNC_PERIOD
+    sync_timeout: float | None = DEFAULT_SYNC_TIMEOUT
+    predecessor_wait: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1:
+            raise ConfigurationError(f"max_concurrency must be at least 1, not {self.max_concurrency!r}.")
+        if self.retries < 0:
+            raise ConfigurationError(f"retries must not be negative: {self.retries!r}.")
+        if self.on_error not in ("warn", "raise"):
+            raise ConfigurationError(f'on_error must be "warn" or "raise", not {self.on_error!r}.')
+        if self.sync_period < 0:
+            raise ConfigurationError(f"sync_period must not be negative: {self.sync_period!r} s.")
+        if self.sync_timeout is not None and self.sync_timeout <= 0:
+            raise ConfigurationError(f"sync_timeout must be positive or None (no limit), not {self.sync_timeout!r} s.")
+
+    def skip_rule(self, path: str, is_dir: bool) -> Skip | None:  # noqa: FBT001
+        """Whether a path is left out, and why (the `SkipRule` of a scan)."""
+        owner = self.registry.owner_of_dir(path) if is_dir else self.registry.owner_of(path)
+        if owner is not None:
+            return Skip(path, f"{owner.name} on the driver owns {owner.pattern!r}", "owned")
+        reason = self.selection.reason_to_prune(path) if is_dir else self.selection.reason_to_skip(path)
+        return Skip(path, reason, "excluded") if reason else None

@@ -1,0 +1,679 @@
+"""`TrialArtifacts`: one attempt of one trial, from its start to its end. Knows nothing of Ray.
+
+Threads: every operation runs in one daemon thread of the session, one after the other; callers wait for theirs, at
+most `sync_timeout`. A second daemon thread queues a background sync every `sync_period` while nothing else runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from blake3 import blake3
+
+from ray_artifact_sync import layout
+from ray_artifact_sync.concurrency import Deadline, Operation, OperationThread, run_all
+from ray_artifact_sync.entries import FileEntry, Manifest, Skip
+from ray_artifact_sync.errors import (
+    ArtifactConflictError,
+    ArtifactSyncError,
+    IncompleteSyncError,
+    SyncTimeoutError,
+)
+from ray_artifact_sync.manifest import ManifestStack
+from ray_artifact_sync.options import SyncOptions
+from ray_artifact_sync.plan import PathState
+from ray_artifact_sync.scan import HashCache
+from ray_artifact_sync.stores.base import ArtifactStore
+from ray_artifact_sync.sync_down import RestorePass, RestoreReport
+from ray_artifact_sync.sync_up import Mirror, SyncPass, SyncReport
+from ray_artifact_sync.transfer import TransferEngine, call_with_retries
+from ray_artifact_sync.trial_dir import Inventory, TrialDir, TrialWriter
+from ray_artifact_sync.working_dir import WorkingDir
+
+logger = logging.getLogger(__name__)
+
+SLOW_SYNC_SECONDS = 30.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class SyncStats:
+    """Totals of a session.
+
+    Attributes:
+        bytes_sent: Content bytes sent.
+        files_sent: Files sent.
+        seconds: Time spent in syncs.
+        failed_syncs: Syncs that did not bring everything to storage.
+    """
+
+    bytes_sent: int = 0
+    files_sent: int = 0
+    seconds: float = 0.0
+    failed_syncs: int = 0
+
+
+class TrialArtifacts:
+    """The artifacts of one trial during one attempt.
+
+    Call `begin` before anything is written into the working dir, then any of the others, `close` last. All methods may
+    be called from any thread.
+
+    Args:
+        working_dir: Local directory that the trial writes into.
+        store: Storage, with the trial dir as its root.
+        trial: The trial dir's name.
+        token: The attempt (see `layout.make_token`); must be larger than those of all earlier attempts.
+        options: How to sync.
+        registered_checkpoint: Index of the newest checkpoint that counts; directories with a larger one are leftovers
+            of a crash between upload and registration. None: all count.
+    """
+
+    def __init__(
+        self,
+        working_dir: str,
+        store: ArtifactStore,
+        *,
+        trial: str,
+        token: str,
+        options: SyncOptions | None = None,
+        registered_checkpoint: int | None = None,
+    ) -> None:
+        self.options = options or SyncOptions()
+        self.token = token
+        self.store = store
+        self.trial = TrialDir(store, trial)
+        self.stats = SyncStats()
+        self._working_dir = WorkingDir(working_dir, token)
+        self._writer = TrialWriter(self.trial, token)
+        self._registered = registered_checkpoint
+        self._engine = TransferEngine(
+            store,
+            token=token,
+            max_concurrency=self.options.max_concurrency,
+            retries=self.options.retries,
+            before_write=self._check_writer,
+            confirm_writer=self._writer.confirm,
+        )
+        self._thread = OperationThread(f"artifact-sync-{trial}")
+        self._ticker: threading.Thread | None = None
+        self._stop_ticking = threading.Event()
+        self._cache = HashCache()
+        self._known = _Storage()
+        self._begun = self._closed = self._opened = False
+        self._said: set[tuple[str, str]] = set()
+        self._last_failure = ""
+
+    # --- the life of an attempt -------------------------------------------------------------------
+
+    @property
+    def working_dir(self) -> str:
+        """The local directory."""
+        return self._working_dir.root
+
+    def begin(self, *, set_aside: bool = True) -> None:
+        """Takes over the working dir, moves leftovers away, and starts the background syncs.
+
+        The claim on storage is made in the background, so that a storage that is down does not keep a trial from
+        starting.
+
+        Args:
+            set_aside: Move away what is in the working dir: an earlier attempt's.
+
+        Raises:
+            ArtifactConflictError: A newer attempt has the working dir.
+        """
+        if self._begun:
+            return
+        self._working_dir.begin(self.options.predecessor_wait, set_aside=set_aside)
+        self._begun = True
+        self._submit(self._open, "Opening the trial dir")
+        self._ticker = threading.Thread(target=self._tick, name="artifact-sync-period", daemon=True)
+        self._ticker.start()
+
+    def sync(self) -> SyncReport:
+        """Brings storage up to date with the working dir, and commits the head. Blocks.
+
+        A sync with nothing changed sends nothing.
+
+        Raises:
+            ArtifactConflictError: A newer attempt took over; this one must stop.
+            IncompleteSyncError: Some files failed; the others are committed.
+            SyncTimeoutError: `sync_timeout` passed.
+            StorageError: Storage refused the bookkeeping.
+        """
+        return self._run(self._sync_reported, "The artifact sync")
+
+    def commit_checkpoint(self, name: str, upload: Callable[[TransferEngine], None]) -> bool:
+        """Saves a checkpoint: artifacts first, then its own files, then the snapshot inside it, last. Blocks.
+
+        Args:
+            name: Checkpoint dir name.
+            upload: Uploads the checkpoint's own files; called whether or not the artifacts could be synced. Its errors
+                pass through, and there is no snapshot then.
+
+        Returns:
+            Whether the checkpoint has a snapshot. False after a failed sync with `on_error="warn"`.
+
+        Raises:
+            ArtifactConflictError: A newer attempt took over; nothing was uploaded.
+            ArtifactSyncError: The sync failed, with `on_error="raise"` (after the upload).
+        """
+        failure: ArtifactSyncError | None = None
+        stack: ManifestStack | None = None
+        try:
+            stack = self._run(lambda deadline: self._sync_for_checkpoint(name, deadline), "The artifact sync")
+        except ArtifactConflictError:
+            raise
+        except ArtifactSyncError as error:
+            failure = error
+        self._run(lambda deadline: self._remove_stale_snapshots(name, deadline), "Removing a stale snapshot")
+        upload(self._engine)
+        if stack is not None:
+            try:
+                self._run(lambda deadline: self._finish_checkpoint(name, stack, deadline), "Writing the snapshot")
+            except ArtifactConflictError:
+                raise
+            except ArtifactSyncError as error:
+                failure = error
+                self._note_failure(error)
+        if failure is None:
+            return True
+        if self.options.on_error == "raise":
+            raise failure
+        logger.error(
+            "Checkpoint %s of %s was saved WITHOUT its artifacts: %s Restoring it will bring back the newest artifacts "
+            "that could be saved.",
+            name,
+            self.trial.name,
+            failure,
+        )
+        return False
+
+    def restore(self, checkpoint: str, *, fresh: bool) -> RestoreReport:
+        """Makes the working dir's artifacts what they were when one of this trial's checkpoints was saved. Blocks.
+
+        Args:
+            checkpoint: Checkpoint dir name.
+            fresh: No step was taken since `begin`: local files that the snapshot does not list are this attempt's own
+                first outputs, and stay. Otherwise they are moved away.
+
+        Returns:
+            What was done; `exact=False` if the checkpoint has no snapshot and the newest artifacts were taken.
+
+        Raises:
+            IncompleteSyncError: Content that the snapshot lists cannot be read anywhere.
+        """
+        return self._run(
+            lambda deadline: self._restore(checkpoint, deadline, fresh=fresh),
+            f"Restoring the artifacts of {checkpoint}",
+        )
+
+    def restore_foreign(self, donor: TrialDir, checkpoint: str, *, fresh: bool) -> RestoreReport:
+        """Another trial's checkpoint is taken over (PBT): keeps this trial's own artifacts, or adopts the donor's.
+
+        The own manifest of this moment is recorded, so that a crash right after returns to it.
+
+        Args:
+            donor: The other trial's dir.
+            checkpoint: The name of its checkpoint.
+            fresh: See `restore`.
+        """
+        return self._run(
+            lambda deadline: self._restore_foreign(donor, checkpoint, deadline, fresh=fresh),
+            f"Restoring artifacts at {donor.name}/{checkpoint}",
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """The totals under the names that results carry them by."""
+        return {f"artifact_sync/{name}": value for name, value in asdict(self.stats).items()}
+
+    def close(self, *, flush: bool = True) -> None:
+        """Ends the attempt: one last sync, then a successor may begin. Never raises for a failed sync unless
+        `on_error="raise"`; ends quietly when a newer attempt exists.
+
+        Args:
+            flush: Do the last sync.
+
+        Raises:
+            ArtifactSyncError: The last sync failed, with `on_error="raise"`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_ticking.set()
+        try:
+            if flush and self._begun:
+                self._run(self._sync_reported, "The last artifact sync")
+        except ArtifactConflictError as error:
+            logger.info("The last sync of an old attempt was left out: %s", error)
+        except ArtifactSyncError:
+            if self.options.on_error == "raise":
+                raise
+        finally:
+            self._thread.close()
+            self._working_dir.end()
+
+    # --- operations (all on the operation thread) --------------------------------------------------
+
+    def _open(self, deadline: Deadline) -> None:
+        """Claims the trial dir and learns what is there; once, again after a failure."""
+        if self._opened:
+            return
+        existed = self._request(self._writer.claim, deadline, "Claiming the trial dir")
+        if existed:
+            self._known = self._request(lambda: self._learn(deadline), deadline, "Listing the trial dir")
+        self._opened = True
+
+    def _learn(self, deadline: Deadline) -> _Storage:
+        inventory = self.trial.inventory()
+        head = self.trial.head() or ManifestStack()
+        known = _Storage(stack=head, aside=head.manifest, inventory=inventory)
+        counted = [
+            name
+            for name in inventory.snapshots
+            if self._registered is None or layout.checkpoint_index(name) <= self._registered
+        ]
+
+        def load(name: str) -> None:
+            snapshot = self.trial.snapshot(name, inventory.snapshots[name])
+            if snapshot is not None:
+                known.retained[name] = snapshot
+
+        run_all(counted, load, workers=self.options.max_concurrency, deadline=deadline)
+        known.stale = {name: paths for name, paths in inventory.snapshots.items() if name not in known.retained}
+        written = inventory.head_mtime_ns
+        for manifest in known.pinned(history=self.options.history):
+            for path in manifest.entries:
+                if path in inventory.files and path not in known.mirror.states:
+                    known.mirror.states[path] = _state_from_listing(inventory, path, head.manifest.get(path), written)
+        known.mirror.head = head.manifest
+        referenced = known.referenced_digests()
+        known.mirror.preserved = {digest for digest in inventory.objects if digest in referenced}
+        return known
+
+    def _sync_reported(self, deadline: Deadline) -> SyncReport:
+        report = self._sync(deadline)
+        if report.failures:
+            raise self._incomplete(report)
+        return report
+
+    def _sync_for_checkpoint(self, name: str, deadline: Deadline) -> ManifestStack:
+        self._sync_reported(deadline)
+        self._known.in_flight = self._known.stack  # pinned until the snapshot is written
+        return self._known.stack
+
+    def _sync(self, deadline: Deadline) -> SyncReport:
+        started = time.monotonic()
+        self._open(deadline)
+        known = self._known
+        with self._exclusive(deadline):
+            self._check_writer()
+            sync_pass = SyncPass(
+                root=self._working_dir.root,
+                engine=self._engine,
+                mirror=known.mirror,
+                cache=self._cache,
+                pinned=known.pinned(history=self.options.history),
+                deadline=deadline,
+                rule=self.options.skip_rule,
+                skip_checkpoints=True,
+            )
+            try:
+                report = sync_pass.run()
+            finally:
+                self.stats.bytes_sent += sync_pass.bytes_sent
+                self.stats.files_sent += sync_pass.files_sent
+                self.stats.seconds += time.monotonic() - started
+            self._say_skips(report.skips)
+            self._commit(report.manifest, deadline)
+        if report.failures:
+            self._note_failure(self._incomplete(report))
+        else:
+            self._note_success(report)
+        return report
+
+    def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
+        """Makes a manifest the head, if it differs."""
+        known = self._known
+        if manifest.same_content(known.stack.manifest):
+            return
+        self._request(lambda: self._commit_now(Manifest(manifest.entries, self.token)), deadline, "Committing")
+
+    def _commit_now(self, manifest: Manifest) -> None:
+        known = self._known
+        if not known.aside_written and len(known.aside) and known.stack.manifest is known.aside:
+            self._writer.write_record(layout.aside_path(self.token), known.stack)
+            known.aside_written = True
+        stack = self._writer.advance(known.stack, manifest)
+        self._writer.commit_head(stack)
+        known.stack = stack
+        known.mirror.head = manifest
+
+    def _remove_stale_snapshots(self, name: str, deadline: Deadline) -> None:
+        """A reused checkpoint directory must not show a snapshot of an earlier attempt as its own."""
+        self._open(deadline)
+        self._check_writer()
+        stale = self._known.stale.pop(name, ())
+        if stale:
+            self._request(lambda: self._writer.delete(stale), deadline, "Removing a stale snapshot")
+
+    def _finish_checkpoint(self, name: str, stack: ManifestStack, deadline: Deadline) -> None:
+        known = self._known
+        self._request(lambda: self._writer.write_snapshot(stack, name), deadline, "Writing the snapshot")
+        known.retained[name] = stack
+        known.in_flight = None
+        known.exploit = None
+        try:
+            self._request(self._collect_garbage, deadline, "Collecting garbage")
+        except ArtifactConflictError:
+            raise
+        except Exception as error:
+            logger.warning("Old versions in %s could not be removed (next time): %s", self.store.description, error)
+
+    def _collect_garbage(self) -> None:
+        """Removes what no retained snapshot, no snapshot being written, nothing set aside and no head refers to."""
+        known = self._known
+        present = set(self.trial.checkpoints())
+        for name in [name for name in known.retained if name not in present]:
+            del known.retained[name]
+        garbage = known.garbage(self.token)
+        if garbage:
+            self._writer.delete(garbage)
+            known.forget(garbage)
+
+    def _restore(self, checkpoint: str, deadline: Deadline, *, fresh: bool) -> RestoreReport:
+        self._open_for_reading(deadline)
+        known = self._known
+        stack = known.retained.get(checkpoint) or self._request(
+            lambda: self.trial.snapshot(checkpoint), deadline, "Reading the snapshot"
+        )
+        exact = stack is not None
+        if stack is None:
+            stack = known.stack
+            logger.warning(
+                "Checkpoint %s of %s has no snapshot of its artifacts (an older run, or a failed sync); the newest "
+                "artifacts are restored, which may be newer than the checkpoint.",
+                checkpoint,
+                self.trial.name,
+            )
+        return self._bring_back(stack, deadline, exact=exact, fresh=fresh)
+
+    def _restore_foreign(self, donor: TrialDir, checkpoint: str, deadline: Deadline, *, fresh: bool) -> RestoreReport:
+        self._open_for_reading(deadline)
+        if self.options.adopt_foreign_artifacts:
+            return self._adopt(donor, checkpoint, deadline, fresh=fresh)
+        if not fresh:
+            # The working dir is the truth; nothing to bring back.
+            self._sync(deadline)
+        known = self._known
+        key = blake3(f"{donor.store.description}\n{donor.name}\n{checkpoint}".encode()).hexdigest()[:32]
+        recorded = self.trial.exploit(key) if key in known.inventory.exploits else None
+        stack = recorded or known.stack
+        known.exploit = (key, stack)
+        if recorded is None:
+            self._request(
+                lambda: self._writer.write_record(f"{layout.EXPLOITS}/{key}.json", stack), deadline, "Recording"
+            )
+            known.inventory = known.inventory.with_exploit(key)
+        logger.info("%s took over %s of %s and keeps its own artifacts.", self.trial.name, checkpoint, donor.name)
+        if not fresh:
+            return RestoreReport(stack.manifest, exact=True)
+        return self._bring_back(stack, deadline, exact=True, fresh=fresh)
+
+    def _adopt(self, donor: TrialDir, checkpoint: str, deadline: Deadline, *, fresh: bool) -> RestoreReport:
+        stack = self._request(lambda: donor.snapshot(checkpoint), deadline, "Reading the donor's snapshot")
+        if stack is None:
+            logger.warning(
+                "%s of %s has no snapshot; %s keeps its own artifacts.", checkpoint, donor.name, self.trial.name
+            )
+            return self._bring_back(self._known.stack, deadline, exact=False, fresh=fresh)
+        with self._exclusive(deadline):
+            return self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
+
+    def _bring_back(self, stack: ManifestStack, deadline: Deadline, *, exact: bool, fresh: bool) -> RestoreReport:
+        known = self._known
+        with self._exclusive(deadline):
+            report = self._restore_pass(self.trial, known.objects(self.token), deadline, fresh=fresh).run(
+                stack.manifest, exact=exact
+            )
+        try:
+            # The head follows: a crash before the next sync must not leave the superseded one as the newest.
+            self._check_writer()
+            self._commit(stack.manifest, deadline)
+        except ArtifactConflictError:
+            raise
+        except ArtifactSyncError as error:
+            self._note_failure(error)
+        return report
+
+    def _restore_pass(
+        self,
+        trial: TrialDir,
+        objects: Mapping[str, tuple[str, ...]],
+        deadline: Deadline,
+        *,
+        fresh: bool,
+    ) -> RestorePass:
+        return RestorePass(
+            trial=trial,
+            working_dir=self._working_dir,
+            objects=objects,
+            rule=self.options.skip_rule,
+            keep_unlisted=fresh,
+            max_concurrency=self.options.max_concurrency,
+            retries=self.options.retries,
+            deadline=deadline,
+        )
+
+    def _open_for_reading(self, deadline: Deadline) -> None:
+        """Like `_open`, but a storage that can only be read will do."""
+        try:
+            self._open(deadline)
+        except (ArtifactConflictError, SyncTimeoutError):
+            raise
+        except PermissionError as error:
+            logger.warning("%s cannot be written (%s); restoring all the same.", self.store.description, error)
+            self._known = self._learn(deadline)
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    def _run(self, call: Callable[[Deadline], Result], what: str) -> Result:
+        operation = self._submit(call, what)
+        try:
+            return operation.wait()  # type: ignore[return-value]
+        except ArtifactConflictError:
+            raise
+        except SyncTimeoutError as error:
+            self._note_failure(error)
+            raise
+        except IncompleteSyncError:
+            raise
+        except ArtifactSyncError as error:
+            self._note_failure(error)
+            raise
+        except OSError as error:  # the local side: a full disk, a working dir that is gone
+            self._note_failure(error)
+            raise ArtifactSyncError(f"{what} failed on this node: {error}") from error
+
+    def _submit(self, call: Callable[[Deadline], object], what: str) -> Operation:
+        return self._thread.submit(call, seconds=self.options.sync_timeout, what=what)
+
+    def _tick(self) -> None:
+        while not self._stop_ticking.wait(self.options.sync_period or None):
+            if not self._thread.idle():
+                continue
+            operation = self._submit(self._background_sync, "A background sync")
+            while not operation.done() and not self._stop_ticking.wait(0.05):
+                pass
+
+    def _background_sync(self, deadline: Deadline) -> None:
+        try:
+            self._sync(deadline)
+        except ArtifactConflictError as error:
+            self._stop_ticking.set()
+            self._note_failure(error)
+        except Exception as error:
+            self._note_failure(error)
+
+    def _check_writer(self) -> None:
+        self._working_dir.check()
+        self._writer.check()
+
+    @contextmanager
+    def _exclusive(self, deadline: Deadline) -> Iterator[None]:
+        with self._working_dir.locked(deadline.remaining()) as held:
+            if not held:
+                deadline.check()
+            self._working_dir.check()
+            yield
+
+    def _request(self, call: Callable[[], Result], deadline: Deadline, what: str) -> Result:
+        return call_with_retries(call, retries=self.options.retries, deadline=deadline, what=what)
+
+    def _incomplete(self, report: SyncReport) -> IncompleteSyncError:
+        path, error = next(iter(report.failures.items()))
+        return IncompleteSyncError(
+            f"{len(report.failures)} of {len(report.manifest) + len(report.failures)} artifacts could not be sent to "
+            f"{self.store.description}; the first: {path}: {error}",
+            failures=report.failures,
+        )
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Counts a failed sync and logs its cause once, until it changes or a sync succeeds."""
+        self.stats.failed_syncs += 1
+        said = f"{type(error).__name__}: {error}"
+        level = logging.DEBUG if said == self._last_failure else logging.ERROR
+        self._last_failure = said
+        logger.log(
+            level,
+            "The artifacts of %s could not be synced (%d failed syncs so far); training goes on. %s",
+            self.trial.name,
+            self.stats.failed_syncs,
+            said,
+        )
+
+    def _note_success(self, report: SyncReport) -> None:
+        if self._last_failure:
+            self._last_failure = ""
+            logger.info("The artifacts of %s are in sync again.", self.trial.name)
+        if report.seconds > SLOW_SYNC_SECONDS:
+            largest = sorted(report.manifest, key=lambda entry: -entry.size)[:3]
+            logger.warning(
+                "Syncing the artifacts of %s took %.0f s (%d files, %.1f MB sent; the largest artifacts: %s). To make "
+                "it faster: exclude files (`ArtifactSyncer(exclude=...)`), write fewer or smaller ones, or raise "
+                "`sync_period`.",
+                self.trial.name,
+                report.seconds,
+                report.files_sent,
+                report.bytes_sent / 1e6,
+                ", ".join(f"{entry.path} {entry.size / 1e6:.1f} MB" for entry in largest),
+            )
+
+    def _say_skips(self, skips: tuple[Skip, ...]) -> None:
+        """One warning for each file and reason; what the user excluded is no news."""
+        for skip in skips:
+            if skip.kind == "excluded" or (skip.path, skip.kind) in self._said:
+                continue
+            self._said.add((skip.path, skip.kind))
+            if skip.kind == "owned":
+                logger.warning(
+                    "%s in the working dir of %s is not synced: %s. Write it under another name to keep it.",
+                    skip.path,
+                    self.trial.name,
+                    skip.reason,
+                )
+            else:
+                logger.warning("%s of %s is not synced: %s.", skip.path, self.trial.name, skip.reason)
+
+    def __getstate__(self) -> None:
+        raise TypeError("TrialArtifacts holds threads and locks of this process and cannot be pickled.")
+
+
+class _Storage:
+    """What the session knows of its trial dir."""
+
+    def __init__(
+        self,
+        *,
+        stack: ManifestStack | None = None,
+        aside: Manifest | None = None,
+        inventory: Inventory | None = None,
+    ) -> None:
+        self.stack = stack or ManifestStack()
+        self.aside = aside or Manifest()
+        self.aside_written = False
+        self.inventory = inventory or Inventory()
+        self.retained: dict[str, ManifestStack] = {}
+        self.in_flight: ManifestStack | None = None
+        self.exploit: tuple[str, ManifestStack] | None = None
+        self.stale: dict[str, tuple[str, ...]] = {}
+        self.mirror = Mirror()
+        self._aside_stack = self.stack
+
+    def stacks(self) -> list[ManifestStack]:
+        """Every manifest that must stay readable, the head first."""
+        stacks = [self.stack, self._aside_stack, *self.retained.values()]
+        if self.in_flight is not None:
+            stacks.append(self.in_flight)
+        if self.exploit is not None:
+            stacks.append(self.exploit[1])
+        return stacks
+
+    def pinned(self, *, history: bool) -> list[Manifest]:
+        """The manifests of `stacks`, each once."""
+        if not history:
+            return []
+        unique = {id(stack.manifest.entries): stack.manifest for stack in self.stacks()}
+        return list(unique.values())
+
+    def referenced_digests(self) -> set[str]:
+        """Digests of every version that must stay readable."""
+        return {entry.digest for manifest in self.pinned(history=True) for entry in manifest}
+
+    def objects(self, token: str) -> dict[str, tuple[str, ...]]:
+        """Digest to the paths of its preserved copies: those found at the start and those made since."""
+        objects = dict(self.inventory.objects)
+        for digest in self.mirror.preserved:
+            objects.setdefault(digest, (layout.object_path(token, digest),))
+        return objects
+
+    def garbage(self, token: str) -> list[str]:
+        """Paths of this library, of tokens up to `token`, that nothing refers to any more."""
+        paths: list[str] = []
+        objects = self.objects(token)
+        if objects:
+            referenced = self.referenced_digests()
+            for digest, places in objects.items():
+                if digest not in referenced:
+                    paths.extend(place for place in places if place.split("/")[2] <= token)
+        layers = {ref.name for stack in self.stacks() for ref in stack.refs}
+        written = self.inventory.layers | {ref.name for ref in self.stack.refs}
+        paths.extend(f"{layout.LAYERS}/{name}" for name in written - layers if name.split("-")[0] <= token)
+        paths.extend(layout.aside_path(old) for old in self.inventory.asides if old < token)
+        current = self.exploit[0] if self.exploit else None
+        paths.extend(f"{layout.EXPLOITS}/{key}.json" for key in self.inventory.exploits if key != current)
+        return paths
+
+    def forget(self, paths: list[str]) -> None:
+        """Takes deleted paths out of what is known."""
+        gone = set(paths)
+        self.inventory = self.inventory.without(gone)
+        self.mirror.preserved -= {path.rsplit("/", 1)[-1] for path in gone if path.startswith(f"{layout.OBJECTS}/")}
+
+
+def _state_from_listing(
+    inventory: Inventory, path: str, entry: FileEntry | None, head_mtime_ns: int | None
+) -> PathState:
+    """What a path holds, as far as a listing can tell: what the head says, unless size or time speak against it."""
+    file = inventory.files[path]
+    newer = file.mtime_ns is not None and head_mtime_ns is not None and file.mtime_ns > head_mtime_ns
+    trusted = entry is not None and not entry.is_dir and entry.size == file.size and not newer
+    return PathState(file.size, entry.digest if trusted and entry else None, own=False, etag=file.etag)

@@ -1,0 +1,468 @@
+"""S3, GCS and Azure through obstore: a PUT is atomic by itself, and errors are honest.
+
+obstore releases the GIL during a call, so the blocking calls below cost the training loop next to
+nothing. It signs the SHA-256 of every S3 payload, which the server checks; GCS and Azure have no
+such check here: what they hold is verified by its digest when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import obstore
+from obstore import exceptions as obstore_errors
+
+from ray_artifact_sync.errors import (
+    ArtifactNotFoundError,
+    InvalidPathError,
+    PreconditionFailedError,
+    StorageError,
+    StoragePermissionError,
+)
+from ray_artifact_sync.stores.base import (
+    CHUNK_SIZE,
+    ArtifactStore,
+    Buffer,
+    Files,
+    Names,
+    StoredFile,
+)
+from ray_artifact_sync.stores.common import (
+    byte_length,
+    check_path,
+    check_prefix,
+    chunks_of,
+    is_temporary,
+    join,
+    scrub,
+    slices,
+    take,
+)
+
+SMALL = 8 * 1024 * 1024
+"""Bytes up to which a file is one PUT; also the smallest part of a multipart upload."""
+
+_PARTS = 9_000  # S3 and Azure end at 10,000 and 50,000; the rest is room for files that grow
+_PART_CONCURRENCY = 4  # parts in flight of one file: memory is this many parts
+_WINDOW = 32 * 1024 * 1024  # bytes of one GET, so that the request timeout fits files of any size
+_DELETE_BATCH = 1_000
+_COPY_LIMIT = 5 * 1024**3  # S3's CopyObject
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]+)</Code>|[\"{ ]code: \"([^\"]+)\"")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_RETRYABLE_STATUS = frozenset((408, 425, 429, 500, 502, 503, 504, 507, 509, 529))
+_RETRYABLE_CODES = frozenset(
+    (
+        "ConditionalRequestConflict",  # S3: two conditional writes at once, neither was judged
+        "InternalError",
+        "OperationAborted",
+        "RequestTimeout",
+        "ServerBusy",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+    )
+)
+_REFUSED_CODES = frozenset(("AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"))
+# Where clients look for credentials when they were given none.
+_CREDENTIAL_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
+
+
+class CloudStore(ArtifactStore):
+    """Objects below a prefix of one bucket or container.
+
+    Args:
+        client: An obstore store for the bucket.
+        root: The prefix inside the bucket; empty for the whole bucket.
+        description: What `ArtifactStore.description` is to say; no credentials.
+        part_concurrency: Parts of one large file in flight at once.
+    """
+
+    can_append = False
+
+    def __init__(
+        self,
+        client: Any,
+        root: str = "",
+        *,
+        description: str = "",
+        part_concurrency: int = _PART_CONCURRENCY,
+    ) -> None:
+        self.client = client
+        self.root = check_prefix(root)
+        self.description = description or f"object store prefix {self.root!r}"
+        self.can_precondition = None
+        self._part_concurrency = part_concurrency
+        self._needs_version = type(client).__name__ == "GCSStore"
+
+    def stat(self, path: str) -> StoredFile | None:
+        """See `ArtifactStore.stat`."""
+        try:
+            with self._errors("look at", path):
+                return _stored(path, obstore.head(self.client, self._key(path)))
+        except ArtifactNotFoundError:
+            return None
+
+    def list(self, prefix: str = "") -> Iterator[StoredFile]:
+        """See `ArtifactStore.list`."""
+        prefix = check_prefix(prefix)
+        folders: set[str] = set()
+        empty: Files = []
+        with self._errors("list", prefix or "."):
+            for batch in obstore.list(self.client, self._key(prefix) or None, chunk_size=1_000):
+                for meta in batch:
+                    file = _stored(self._relative(meta["path"]), meta)
+                    folders.add(file.path.rpartition("/")[0])
+                    if is_temporary(file.path):
+                        continue
+                    if file.size:
+                        yield file
+                    else:
+                        empty.append(file)
+        yield from self._without_markers(empty, folders)
+
+    def list_dirs(self, prefix: str = "") -> Names:
+        """See `ArtifactStore.list_dirs`."""
+        folders = (self._relative(folder) for folder in self._children(prefix)["common_prefixes"])
+        return sorted(folder.rpartition("/")[2] for folder in folders if not is_temporary(folder))
+
+    def list_files(self, prefix: str = "") -> Files:
+        """See `ArtifactStore.list_files`."""
+        own_marker = self._key(check_prefix(prefix))
+        return sorted(
+            (
+                _stored(self._relative(meta["path"]), meta)
+                for meta in self._children(prefix)["objects"]
+                if meta["path"] != own_marker
+            ),
+            key=lambda file: file.path,
+        )
+
+    def read_chunks(
+        self,
+        path: str,
+        *,
+        start: int = 0,
+        length: int | None = None,
+        chunk_size: int = CHUNK_SIZE,
+    ) -> Iterator[Buffer]:
+        """See `ArtifactStore.read_chunks`."""
+        if length == 0:
+            self._require(path)
+            return
+        end = None if length is None else start + length
+        etag: str | None = None
+        while end is None or start < end:
+            response = self._get(path, start, end, etag)
+            if response is None:
+                return
+            size, etag = response.meta["size"], response.meta["e_tag"]
+            end = size if end is None else min(end, size)
+            stop = min(end, start + _WINDOW)
+            for chunk in self._stream(response, path, stop - start, chunk_size):
+                start += byte_length(chunk)
+                yield chunk
+            if start < stop:
+                raise StorageError(
+                    f"{path!r} in {self.description} ended after {start} of {stop} bytes.",
+                    retryable=True,
+                    path=path,
+                )
+
+    def put(
+        self,
+        path: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        if_match: str | None = None,
+        if_absent: bool = False,
+        size_hint: int | None = None,
+    ) -> StoredFile:
+        """See `ArtifactStore.put`."""
+        key = self._key(path)
+        chunks = slices(chunks_of(data), SMALL)
+        head, ended = take(chunks, SMALL)
+        if ended:
+            mode = self._mode(path, if_match, if_absent=if_absent)
+            with self._errors("write", path):
+                result = obstore.put(self.client, key, head, mode=mode, use_multipart=False)
+            return StoredFile(path, len(head), _quoted(result["e_tag"]))
+        return self._put_parts(path, chain((head,), chunks), size_hint or 0)
+
+    def copy(self, source: str, target: str) -> None:
+        """See `ArtifactStore.copy`."""
+        try:
+            with self._errors("copy", source):
+                obstore.copy(self.client, self._key(source), self._key(target))
+        except ArtifactNotFoundError:
+            raise
+        except StorageError as error:
+            refused = error.retryable or isinstance(error, StoragePermissionError)
+            found = None if refused else self.stat(source)
+            if found is None or found.size <= _COPY_LIMIT:
+                raise
+            self.put(target, self.read_chunks(source), size_hint=found.size)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """See `ArtifactStore.delete`."""
+        keys = iter([self._key(path) for path in paths])
+        while batch := tuple(islice(keys, _DELETE_BATCH)):
+            if not self._delete_batch(batch):
+                # Only S3 forgives a missing object; elsewhere the batch stops at it.
+                for key in batch:
+                    self._delete_one(key)
+
+    def _delete_batch(self, keys: tuple[str, ...]) -> bool:
+        """Deletes objects; False if some were missing and the others may still be there."""
+        try:
+            with self._errors("delete", self._relative(keys[0])):
+                obstore.delete(self.client, [*keys])
+        except ArtifactNotFoundError:
+            return False
+        return True
+
+    def _delete_one(self, key: str) -> None:
+        with (
+            contextlib.suppress(ArtifactNotFoundError),
+            self._errors("delete", self._relative(key)),
+        ):
+            obstore.delete(self.client, key)
+
+    def make_dir(self, path: str) -> None:
+        """Does nothing: object stores have no directories."""
+        check_path(path)
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def _put_parts(self, path: str, chunks: Iterable[Buffer], size_hint: int) -> StoredFile:
+        source = _Source(chunks)
+        try:
+            with self._errors("write", path):
+                result = obstore.put(
+                    self.client,
+                    self._key(path),
+                    source,
+                    use_multipart=True,
+                    chunk_size=part_size(size_hint),
+                    max_concurrency=self._part_concurrency,
+                )
+        except BaseException:
+            if source.raised is not None:
+                # obstore has aborted the upload. What the caller's own iterable raised is for
+                # the caller to see, whatever it was wrapped in on the way.
+                raise source.raised from None
+            raise
+        return StoredFile(path, source.size, _quoted(result["e_tag"]))
+
+    def _mode(self, path: str, if_match: str | None, *, if_absent: bool) -> Any:
+        if self.can_precondition is False:
+            return "overwrite"
+        if if_absent:
+            return "create"
+        if if_match is None:
+            return "overwrite"
+        if not self._needs_version:
+            return {"e_tag": if_match}
+        # GCS has preconditions on the generation, which a StoredFile does not carry.
+        with self._errors("look at", path):
+            meta = obstore.head(self.client, self._key(path))
+        if _quoted(meta["e_tag"]) != if_match:
+            raise PreconditionFailedError(
+                f"{path!r} in {self.description} is not the version that was expected.", path=path
+            )
+        return {"e_tag": meta["e_tag"], "version": meta["version"]}
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def _require(self, path: str) -> StoredFile:
+        found = self.stat(path)
+        if found is None:
+            raise ArtifactNotFoundError(f"There is no file {path!r} in {self.description}.", path=path)
+        return found
+
+    def _get(self, path: str, start: int, end: int | None, etag: str | None) -> Any:
+        """One GET of `[start, end)` or its first window; None if the file ends before `start`."""
+        if start == 0 and end is None:
+            return self._request(path, {})
+        wanted = (start, start + _WINDOW if end is None else min(end, start + _WINDOW))
+        options: dict[str, Any] = {"range": wanted}
+        if etag:
+            options["if_match"] = etag
+        try:
+            return self._request(path, options)
+        except PreconditionFailedError as error:
+            raise StorageError(
+                f"{path!r} in {self.description} was replaced while it was read.",
+                retryable=True,
+                path=path,
+            ) from error
+        except ArtifactNotFoundError:
+            raise
+        except StorageError:
+            # A range that ends beyond the file: some servers refuse it, some answer with all.
+            size = self._require(path).size
+            if start >= size:
+                return None
+            if wanted[1] <= size:
+                raise
+            return self._request(path, {**options, "range": (start, size)})
+
+    def _request(self, path: str, options: dict[str, Any]) -> Any:
+        with self._errors("read", path):
+            return obstore.get(self.client, self._key(path), options=options)
+
+    def _stream(self, response: Any, path: str, length: int, chunk_size: int) -> Iterator[Buffer]:
+        """The first `length` bytes of a response; the rest is not fetched."""
+        with self._errors("read", path):
+            for piece in response.stream(min_chunk_size=min(chunk_size, length) or 1):
+                chunk = memoryview(piece)[:length]
+                length -= chunk.nbytes
+                if chunk.nbytes:
+                    yield chunk
+                if not length:
+                    return
+
+    def _children(self, prefix: str) -> Any:
+        prefix = check_prefix(prefix)
+        with self._errors("list", prefix or "."):
+            return obstore.list_with_delimiter(self.client, self._key(prefix) or None)
+
+    def _without_markers(self, empty: Files, folders: set[str]) -> Iterator[StoredFile]:
+        """Drops directory markers, which obstore lists as if they were empty files.
+
+        Ray and pyarrow leave objects named `dir/`; obstore shows them as `dir`. Those with
+        something below them are known by that; the others by asking for `dir` itself.
+        """
+        parents = {
+            folder[:end]
+            for folder in folders
+            for end in (*(match.start() for match in re.finditer("/", folder)), len(folder))
+        }
+        for file in empty:
+            if file.path not in parents and self.stat(file.path) is not None:
+                yield file
+
+    # --- names and errors ------------------------------------------------------------------------
+
+    def _key(self, path: str) -> str:
+        return join(self.root, check_path(path) if path else "")
+
+    def _relative(self, key: str) -> str:
+        return key[len(self.root) + 1 :] if self.root else key
+
+    @contextlib.contextmanager
+    def _errors(self, verb: str, path: str) -> Iterator[None]:
+        """Turns obstore's errors into this package's."""
+        try:
+            yield
+        except (obstore_errors.BaseError, OSError, ValueError) as error:
+            if isinstance(error, StorageError | InvalidPathError):
+                raise
+            # Not `from error`: obstore's text may hold a signed URL, and tracebacks show causes.
+            raise storage_error(error, f"Cannot {verb} {path!r} in {self.description}", path) from None
+
+
+class _Source:
+    """An iterable's chunks on their way into obstore, with what went wrong in it and its size."""
+
+    def __init__(self, chunks: Iterable[Buffer]) -> None:
+        self._chunks = iter(chunks)
+        self.raised: BaseException | None = None
+        self.size = 0
+
+    def __iter__(self) -> _Source:
+        return self
+
+    def __next__(self) -> Buffer:
+        try:
+            chunk = next(self._chunks)
+            while not byte_length(chunk):
+                chunk = next(self._chunks)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.raised = error
+            raise
+        self.size += byte_length(chunk)
+        return chunk
+
+
+def part_size(size_hint: int) -> int:
+    """Bytes of a part, such that `size_hint` bytes need no more parts than there may be."""
+    mebibyte = 1024 * 1024
+    needed = -(-size_hint // _PARTS)
+    return max(SMALL, -(-needed // mebibyte) * mebibyte)
+
+
+def storage_error(error: BaseException, what: str, path: str) -> StorageError | InvalidPathError:
+    """This package's error for one of obstore's.
+
+    Args:
+        error: What obstore raised.
+        what: What was tried, for the message.
+        path: The artifact path, or a prefix.
+
+    Returns:
+        The error to raise; its message holds no credentials.
+    """
+    text = str(error).partition("Debug source:")[0]
+    status = int(found.group(1)) if (found := _STATUS.search(text)) else None
+    code = next(filter(None, found.groups()), "") if (found := _CODE.search(str(error))) else ""
+    message = f"{what}: {_reason(text, status, code)}"
+    retryable = code in _RETRYABLE_CODES or status in _RETRYABLE_STATUS
+    if isinstance(error, ValueError):
+        return InvalidPathError(message, path=path)
+    if any(host in text for host in _CREDENTIAL_HOSTS):
+        return StoragePermissionError(
+            f"{what}: no credentials were found (asked this machine's metadata service last)."
+            " Set them in the environment of every node, or in the filesystem given to Ray.",
+            path=path,
+        )
+    if retryable:
+        return StorageError(message, retryable=True, path=path, status=status)
+    if (
+        status in (401, 403)
+        or code in _REFUSED_CODES
+        or isinstance(error, obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError)
+    ):
+        return StoragePermissionError(message, path=path, status=status)
+    if isinstance(error, obstore_errors.PreconditionError | obstore_errors.AlreadyExistsError):
+        return PreconditionFailedError(message, path=path, status=status)
+    if code in ("NoSuchBucket", "ContainerNotFound", "NoSuchUpload"):
+        return StorageError(message, path=path, status=status)
+    if isinstance(error, FileNotFoundError):
+        return ArtifactNotFoundError(message, path=path, status=status)
+    # Without a status there was no answer: a reset, a timeout, a name that did not resolve.
+    no_answer = status is None and any(
+        sign in text for sign in ("HTTP error", "error sending request", "timed out", "body")
+    )
+    return StorageError(message, retryable=no_answer, path=path, status=status)
+
+
+def _reason(text: str, status: int | None, code: str) -> str:
+    if code:
+        found = _MESSAGE.search(text)
+        detail = f" ({scrub(found.group(1))})" if found and found.group(1) else ""
+        return f"the server answered {status or ''} {code}{detail}".replace("  ", " ")
+    return scrub(text)
+
+
+def _stored(path: str, meta: Any) -> StoredFile:
+    modified = meta["last_modified"]
+    mtime_ns = None
+    if modified:
+        whole = modified.replace(microsecond=0)
+        mtime_ns = int(whole.timestamp()) * 10**9 + modified.microsecond * 1_000
+    return StoredFile(path, meta["size"], _quoted(meta["e_tag"]), mtime_ns)
+
+
+def _quoted(etag: str | None) -> str | None:
+    """An etag as a header has it; listings of some servers lack the quotes."""
+    return f'"{etag}"' if etag and not etag.endswith('"') else etag

@@ -1,0 +1,217 @@
+"""One pass from storage to a working dir: make its artifacts what a manifest lists, in place, every byte verified."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ray_artifact_sync.concurrency import Deadline, run_all
+from ray_artifact_sync.entries import FileEntry, LocalFile, Manifest
+from ray_artifact_sync.errors import (
+    ArtifactNotFoundError,
+    ArtifactSyncError,
+    IncompleteSyncError,
+    IntegrityError,
+    SyncTimeoutError,
+)
+from ray_artifact_sync.local_files import ConsistentReader
+from ray_artifact_sync.plan import Fill, plan_restore
+from ray_artifact_sync.scan import HashCache, SkipRule, as_local_files, hash_local_file, scan_tree
+from ray_artifact_sync.stores.base import Buffer
+from ray_artifact_sync.transfer import call_with_retries
+from ray_artifact_sync.trial_dir import TrialDir
+from ray_artifact_sync.working_dir import WorkingDir
+
+logger = logging.getLogger(__name__)
+
+HASHING_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What one restore did.
+
+    Attributes:
+        manifest: What the working dir holds now.
+        exact: Whether that is what the artifacts were when the checkpoint was saved.
+        bytes_read: Content bytes read from storage.
+        files_read: Files read from storage.
+        files_local: Files filled from what an earlier attempt left on this node.
+        set_aside: Local files moved away.
+        seconds: Duration.
+    """
+
+    manifest: Manifest
+    exact: bool
+    bytes_read: int = 0
+    files_read: int = 0
+    files_local: int = 0
+    set_aside: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class RestorePass:
+    """One pass; `run` it once.
+
+    Attributes:
+        trial: Where from.
+        working_dir: Where to.
+        objects: Digest to the paths of preserved copies.
+        rule: Local files that are none of our business, and entries that are never pulled.
+        keep_unlisted: Leave local files alone that the manifest does not list.
+        max_concurrency: Requests in flight.
+        retries: Further tries of a request that may succeed later.
+        deadline: Ends the pass.
+    """
+
+    trial: TrialDir
+    working_dir: WorkingDir
+    objects: Mapping[str, tuple[str, ...]]
+    rule: SkipRule
+    keep_unlisted: bool
+    max_concurrency: int
+    retries: int
+    deadline: Deadline
+    bytes_read: int = 0
+    files_read: int = 0
+    files_local: int = 0
+    failures: dict[str, BaseException] = field(default_factory=dict)
+
+    def run(self, manifest: Manifest, *, exact: bool) -> RestoreReport:
+        """Makes the working dir what the manifest lists.
+
+        Raises:
+            IncompleteSyncError: Content of some entries is nowhere to be read; the others were restored.
+            SyncTimeoutError: The deadline passed.
+        """
+        started = time.monotonic()
+        wanted = Manifest(
+            {path: entry for path, entry in manifest.entries.items() if self.rule(path, entry.is_dir) is None},
+            manifest.token,
+        )
+        local = self.local_files(wanted)
+        leftover_dirs = self.working_dir.set_aside_dirs()
+        leftovers, places = self.leftovers(wanted, leftover_dirs)
+        plan = plan_restore(wanted, local, leftovers, keep_unlisted=self.keep_unlisted)
+        self.working_dir.set_aside(plan.set_aside)
+        for path in plan.make_dirs:
+            self.working_dir.make_dir(path)
+        # Directories first, one thread: two fills that make the same parent would race.
+        for parent in sorted({os.path.dirname(fill.entry.path) for fill in plan.fills} - {""}):
+            self.working_dir.clear_the_way(f"{parent}/x")
+        run_all(
+            sorted(plan.fills, key=lambda fill: -fill.entry.size),
+            lambda fill: self.fill(fill, places.get(fill.entry.path)),
+            workers=self.max_concurrency,
+            deadline=self.deadline,
+        )
+        if self.failures:
+            first = next(iter(self.failures.items()))
+            raise IncompleteSyncError(
+                f"{len(self.failures)} of {len(wanted)} artifacts could not be restored from "
+                f"{self.trial.store.description}; the first: {first[0]}: {first[1]}",
+                failures=self.failures,
+            )
+        return RestoreReport(
+            manifest=wanted,
+            exact=exact,
+            bytes_read=self.bytes_read,
+            files_read=self.files_read,
+            files_local=self.files_local,
+            set_aside=plan.set_aside,
+            seconds=time.monotonic() - started,
+        )
+
+    def local_files(self, wanted: Manifest) -> dict[str, LocalFile]:
+        """What the working dir holds; digests where the size could be right."""
+        scan = scan_tree(self.working_dir.root, self.rule, skip_checkpoints=True)
+        local = as_local_files(scan, HashCache())
+        same_size = [
+            path
+            for path, file in local.items()
+            if not file.is_dir and (entry := wanted.get(path)) is not None and entry.size == file.size
+        ]
+        self.hash_into(local, same_size, self.working_dir.local_path, lambda _path: ())
+        return local
+
+    def leftovers(self, wanted: Manifest, directories: list[str]) -> tuple[dict[str, LocalFile], dict[str, str]]:
+        """Set-aside files that may hold what is wanted, with the digests of the prefixes in question."""
+        found: dict[str, LocalFile] = {}
+        places: dict[str, str] = {}
+        for entry in wanted:
+            for directory in directories if not entry.is_dir else ():
+                place = os.path.join(directory, entry.path)
+                if os.path.isfile(place) and not os.path.islink(place) and os.path.getsize(place) >= entry.size:
+                    stat = os.stat(place)
+                    found[entry.path] = LocalFile(entry.path, stat.st_size, stat.st_mtime_ns)
+                    places[entry.path] = place
+                    break
+        self.hash_into(found, list(found), places.__getitem__, lambda path: (wanted.entries[path].size,))
+        return found, places
+
+    def hash_into(
+        self,
+        files: dict[str, LocalFile],
+        paths: list[str],
+        place_of: Callable[[str], str],
+        marks_of: Callable[[str], tuple[int, ...]],
+    ) -> None:
+        def work(path: str) -> None:
+            hashed = hash_local_file(files[path], marks_of(path), place_of(path))
+            if isinstance(hashed, LocalFile):
+                files[path] = hashed
+
+        run_all(paths, work, workers=HASHING_THREADS, deadline=self.deadline)
+
+    def fill(self, fill: Fill, leftover: str | None) -> None:
+        """Fills one file from the first place that really holds its content."""
+        errors: list[BaseException] = []
+        try:
+            if fill.local_source is not None and leftover is not None and self.fill_from_leftover(fill.entry, leftover):
+                return
+            for place in self.places(fill.entry):
+                try:
+                    self.fill_from_storage(fill.entry, place)
+                except (IntegrityError, ArtifactNotFoundError) as error:
+                    errors.append(error)
+                    continue
+                self.bytes_read += fill.entry.size
+                self.files_read += 1
+                return
+        except SyncTimeoutError:
+            raise
+        except (ArtifactSyncError, OSError) as error:
+            errors.append(error)
+        self.failures[fill.entry.path] = errors[0] if errors else ArtifactNotFoundError("nowhere to be found")
+
+    def places(self, entry: FileEntry) -> Iterator[str]:
+        """Where storage may hold an entry's content, the surest first."""
+        yield from self.objects.get(entry.digest, ())
+        yield entry.path
+
+    def fill_from_leftover(self, entry: FileEntry, leftover: str) -> bool:
+        reader = ConsistentReader(leftover, size=entry.size, expect_digest=entry.digest)
+        try:
+            self.working_dir.fill(entry, reader)
+        except (ArtifactSyncError, FileNotFoundError) as error:
+            logger.debug("%s cannot be filled from %s: %s", entry.path, leftover, error)
+            return False
+        self.files_local += 1
+        return True
+
+    def fill_from_storage(self, entry: FileEntry, place: str) -> None:
+        def chunks() -> Iterator[Buffer]:
+            for chunk in self.trial.chunks(entry, place):
+                self.deadline.check()
+                yield chunk
+
+        call_with_retries(
+            lambda: self.working_dir.fill(entry, chunks()),
+            retries=self.retries,
+            deadline=self.deadline,
+            what=f"Reading {place}",
+        )

@@ -1,0 +1,261 @@
+"""One pass from a local directory to storage: scan, hash, plan, transfer, until no file changes under the pass."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ray_artifact_sync import layout
+from ray_artifact_sync.concurrency import Deadline, run_all
+from ray_artifact_sync.entries import Append, FileEntry, LocalFile, Manifest, Skip, SyncPlan
+from ray_artifact_sync.errors import FileChangedError
+from ray_artifact_sync.local_files import ConsistentReader
+from ray_artifact_sync.plan import PathState, digests_wanted, plan_sync_up
+from ray_artifact_sync.scan import HashCache, SkipRule, as_local_files, hash_local_file, scan_tree
+from ray_artifact_sync.transfer import TransferEngine, TransferResult
+
+logger = logging.getLogger(__name__)
+
+HASHING_THREADS = 4
+ROUNDS = 4
+"""Passes over files that change meanwhile; from the second on, they are copied first and the copy is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one sync did.
+
+    Attributes:
+        manifest: The artifacts as they are in storage now.
+        bytes_sent: Content bytes sent.
+        files_sent: Files sent.
+        seconds: Duration.
+        skips: Local files that were left out, with reasons.
+        failures: Artifact path to the error that stopped it; where the head had an older version, that stands.
+    """
+
+    manifest: Manifest
+    bytes_sent: int = 0
+    files_sent: int = 0
+    seconds: float = 0.0
+    skips: tuple[Skip, ...] = ()
+    failures: Mapping[str, BaseException] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Mirror:
+    """What a session knows of the storage side; changed only by the passes of that session.
+
+    Attributes:
+        head: Newest committed manifest.
+        states: What each path holds now.
+        preserved: Digests that are kept as objects.
+    """
+
+    head: Manifest = field(default_factory=Manifest)
+    states: dict[str, PathState] = field(default_factory=dict)
+    preserved: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class SyncPass:
+    """One pass; `run` it once.
+
+    Attributes:
+        root: Local directory.
+        engine: Where to, and how.
+        mirror: What storage holds; brought up to date with every request that was made, also by a failing pass.
+        cache: Digests of local files.
+        pinned: Manifests whose versions must stay readable, the head among them.
+        deadline: Ends the pass.
+        rule: Leaves local files out.
+        skip_checkpoints: Leave out Ray's checkpoint directories.
+        staging: Directory for copies of files that keep changing.
+    """
+
+    root: str
+    engine: TransferEngine
+    mirror: Mirror
+    cache: HashCache
+    pinned: Sequence[Manifest]
+    deadline: Deadline
+    rule: SkipRule
+    skip_checkpoints: bool = False
+    staging: str = ""
+    entries: dict[str, FileEntry] = field(default_factory=dict)
+    skips: list[Skip] = field(default_factory=list)
+    failures: dict[str, BaseException] = field(default_factory=dict)
+    bytes_sent: int = 0
+    files_sent: int = 0
+
+    def run(self) -> SyncReport:
+        """Brings storage up to the local state; commits nothing.
+
+        Raises:
+            ArtifactConflictError: A newer attempt took over.
+            SyncTimeoutError: The deadline passed.
+        """
+        started = time.monotonic()
+        scan = scan_tree(self.root, self.rule, skip_checkpoints=self.skip_checkpoints)
+        self.skips.extend(scan.skips)
+        self.cache.forget_except(scan.files.keys())
+        changed = self.round(as_local_files(scan, self.cache), {})
+        for _ in range(ROUNDS - 1):
+            if not changed:
+                break
+            with self.staged(changed) as (local, sources, restless):
+                changed = self.round(local, sources) | restless
+        for path in changed:
+            self.skips.append(Skip(path, "keeps changing while it is read", "unstable"))
+        self.keep_old_versions([*changed, *self.failures])
+        return SyncReport(
+            Manifest(self.entries),
+            self.bytes_sent,
+            self.files_sent,
+            time.monotonic() - started,
+            tuple(self.skips),
+            self.failures,
+        )
+
+    def round(self, local: dict[str, LocalFile], sources: Mapping[str, str]) -> set[str]:
+        """Plans and transfers some files; returns those that changed meanwhile."""
+        unstable = self.hash_wanted(local, sources)
+        plan = self.plan(local)
+        # Until the run says otherwise, it is not known what these paths hold: the process or the request may die.
+        before = {op.path: self.mirror.states[op.path] for op in plan.transfers if op.path in self.mirror.states}
+        result = TransferResult()
+        try:
+            self.engine.run(
+                plan,
+                root=self.root,
+                states=before,
+                deadline=self.deadline,
+                sources=sources,
+                result=result,
+            )
+        finally:
+            self.absorb(plan, result, before)
+        self.entries.update((entry.path, entry) for entry in plan.unchanged)
+        return result.changed | unstable
+
+    def plan(self, local: Mapping[str, LocalFile]) -> SyncPlan:
+        plan = plan_sync_up(
+            local,
+            head=self.mirror.head,
+            states=self.mirror.states,
+            pinned=self.pinned,
+            preserved=self.mirror.preserved,
+            can_append=self.engine.store.can_append,
+        )
+        if logger.isEnabledFor(logging.DEBUG):
+            for op in (*plan.preserves, *plan.removes, *plan.transfers):
+                logger.debug("%s %s: %s", type(op).__name__.lower(), op.path, op.reason)
+        return plan
+
+    def hash_wanted(self, local: dict[str, LocalFile], sources: Mapping[str, str]) -> set[str]:
+        """Reads what the planner must know; replaces the entries of `local`, drops what cannot be read."""
+        wanted = digests_wanted(
+            local,
+            head=self.mirror.head,
+            states=self.mirror.states,
+            pinned=self.pinned,
+            preserved=self.mirror.preserved,
+        )
+        unstable: set[str] = set()
+
+        def work(path: str) -> None:
+            source = sources.get(path)
+            hashed = hash_local_file(
+                local[path],
+                wanted[path],
+                source or os.path.join(self.root, path),
+                None if source else self.cache,
+            )
+            if isinstance(hashed, LocalFile):
+                local[path] = hashed
+                return
+            del local[path]
+            if hashed.kind == "unstable":
+                unstable.add(path)
+            else:
+                self.skips.append(hashed)
+
+        run_all(list(wanted), work, workers=HASHING_THREADS, deadline=self.deadline)
+        return unstable
+
+    def absorb(self, plan: SyncPlan, result: TransferResult, before: Mapping[str, PathState]) -> None:
+        states = self.mirror.states
+        done = result.entries.keys() | result.changed | {skip.path for skip in result.skips}
+        for op in plan.transfers:
+            if op.path not in done and op.path not in result.states:
+                states[op.path] = PathState()
+        for path, state in result.states.items():
+            if state is None:
+                states.pop(path, None)
+            else:
+                states[path] = state
+        for path in result.changed:
+            # Nothing was published, except that an append may have gone half-way.
+            if path not in result.states and path not in before:
+                states.pop(path, None)
+        self.mirror.preserved |= result.preserved
+        for path, hashed in result.hashed.items():
+            self.cache.remember(path, hashed)
+        self.entries.update(result.entries)
+        self.skips.extend(result.skips)
+        self.failures.update(result.failures)
+        for path in result.entries:
+            self.failures.pop(path, None)
+        self.bytes_sent += result.bytes_sent
+        self.files_sent += result.files_sent
+
+    def keep_old_versions(self, paths: Collection[str]) -> None:
+        """A file that could not be sent keeps the version that the head lists: it is still readable."""
+        for path in paths:
+            entry = self.mirror.head.get(path)
+            if entry is not None and path not in self.entries:
+                self.entries[path] = entry
+
+    @contextmanager
+    def staged(self, paths: Collection[str]) -> Iterator[tuple[dict[str, LocalFile], dict[str, str], set[str]]]:
+        """Copies files that somebody writes to all the time: a local copy is quick, an upload may not be."""
+        base = self.staging or os.path.join(self.root, layout.STATE_DIR)
+        os.makedirs(base, exist_ok=True)
+        directory = tempfile.mkdtemp(prefix="staging-", dir=base)
+        local: dict[str, LocalFile] = {}
+        sources: dict[str, str] = {}
+        restless: set[str] = set()
+        try:
+            for number, path in enumerate(sorted(paths)):
+                self.deadline.check()
+                target = os.path.join(directory, str(number))
+                try:
+                    _copy_consistent(os.path.join(self.root, path), target)
+                except FileNotFoundError:
+                    self.skips.append(Skip(path, "deleted before it could be sent", "vanished"))
+                    continue
+                except FileChangedError:
+                    restless.add(path)
+                    continue
+                stat = os.stat(target)
+                local[path] = LocalFile(path, stat.st_size, stat.st_mtime_ns)
+                sources[path] = target
+            yield local, sources, restless
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _copy_consistent(source: str, target: str) -> None:
+    reader = ConsistentReader(source)
+    with open(target, "wb") as file:
+        for chunk in reader:
+            file.write(chunk)
+    if reader.hashed is not None:
+        mtime_ns = reader.hashed.stat.mtime_ns
+        os.utime(target, ns=(mtime_ns, mtime_ns))

@@ -1,0 +1,365 @@
+"""Carries out a plan: preserve, remove, then transfer, each step bounded, retried and reported; commits nothing.
+
+Threads: the caller's thread waits; up to `max_concurrency` daemon threads each take the next operation. A failure of
+one file does not stop the others. Before every request that changes storage, `before_write` is asked: it raises when
+the writer was replaced or the deadline has passed, so that a call that wakes up late does nothing more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import tenacity
+
+from ray_artifact_sync import layout
+from ray_artifact_sync.concurrency import ByteBudget, Deadline, run_all
+from ray_artifact_sync.entries import Append, CopyStored, FileEntry, Preserve, Remove, Skip, SyncPlan, Transfer, Upload
+from ray_artifact_sync.errors import (
+    ArtifactConflictError,
+    ArtifactNotFoundError,
+    ArtifactSyncError,
+    FileChangedError,
+    PreconditionFailedError,
+    StorageError,
+    SyncTimeoutError,
+)
+from ray_artifact_sync.local_files import ConsistentReader, HashedFile
+from ray_artifact_sync.plan import PathState
+from ray_artifact_sync.stores.base import ArtifactStore, StoredFile
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONCURRENCY = 32
+DEFAULT_RETRIES = 5
+SMALL_FILE = 1024 * 1024
+"""Files up to this many bytes are read whole before they are sent: one request, and no part of a changed file."""
+MEMORY_BUDGET = 48 * 1024 * 1024
+LARGE_FILE_WEIGHT = 24 * 1024 * 1024
+"""What one streamed file counts for in the budget: its parts in flight."""
+
+Result = TypeVar("Result")
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether the same request may succeed later."""
+    return isinstance(error, StorageError) and error.retryable
+
+
+def call_with_retries(
+    call: Callable[[], Result], *, retries: int, deadline: Deadline, what: str, before: Callable[[], None] | None = None
+) -> Result:
+    """Calls until it succeeds, with exponential backoff and full jitter (Brooker, AWS Architecture Blog 2015).
+
+    Args:
+        call: What to do; only errors that say so are tried again.
+        retries: Further tries after the first.
+        deadline: No try begins after it.
+        what: For the log.
+        before: Called before each try; what it raises ends the loop.
+    """
+
+    def log(state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        logger.info("%s failed (%s); trying again (%d of %d).", what, error, state.attempt_number, retries)
+
+    def attempt() -> Result:
+        deadline.check()
+        if before is not None:
+            before()
+        return call()
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_retryable),
+        stop=tenacity.stop_after_attempt(retries + 1),
+        wait=tenacity.wait_random_exponential(multiplier=0.2, max=15),
+        sleep=deadline.sleep,
+        before_sleep=log,
+        reraise=True,
+    )(attempt)
+
+
+@dataclass(slots=True)
+class TransferResult:
+    """What a run did.
+
+    Attributes:
+        entries: Artifact path to the entry that landed.
+        states: What paths hold now, where that changed; None for nothing.
+        preserved: Digests kept as objects by this run.
+        hashed: What was learned about local files.
+        skips: Files that vanished meanwhile.
+        changed: Files that were written meanwhile: plan them again.
+        failures: Artifact path to the error that stopped it.
+        bytes_sent: Content bytes sent.
+        files_sent: Files sent.
+    """
+
+    entries: dict[str, FileEntry] = field(default_factory=dict)
+    states: dict[str, PathState | None] = field(default_factory=dict)
+    preserved: set[str] = field(default_factory=set)
+    hashed: dict[str, HashedFile] = field(default_factory=dict)
+    skips: list[Skip] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
+    failures: dict[str, BaseException] = field(default_factory=dict)
+    bytes_sent: int = 0
+    files_sent: int = 0
+
+
+class TransferEngine:
+    """Runs plans against one store.
+
+    Args:
+        store: Where to.
+        token: The attempt under which versions are preserved.
+        max_concurrency: Requests in flight.
+        retries: Further tries of a request that may succeed later.
+        before_write: Called before each request that changes storage.
+        confirm_writer: Called after a refused precondition: raises if somebody else may write now.
+    """
+
+    def __init__(
+        self,
+        store: ArtifactStore,
+        *,
+        token: str = "",
+        max_concurrency: int = DEFAULT_CONCURRENCY,
+        retries: int = DEFAULT_RETRIES,
+        before_write: Callable[[], None] | None = None,
+        confirm_writer: Callable[[], None] | None = None,
+    ) -> None:
+        self.store = store
+        self.max_concurrency = max_concurrency
+        self.retries = retries
+        self._token = token
+        self._before_write = before_write
+        self._confirm_writer = confirm_writer
+        self._budget = ByteBudget(MEMORY_BUDGET)
+
+    def run(
+        self,
+        plan: SyncPlan,
+        *,
+        root: str,
+        states: Mapping[str, PathState],
+        deadline: Deadline,
+        sources: Mapping[str, str] | None = None,
+        result: TransferResult | None = None,
+    ) -> TransferResult:
+        """Carries out a plan.
+
+        Args:
+            plan: What to do.
+            root: Local directory that the paths are relative to.
+            states: What the paths hold (for conditional writes).
+            deadline: Ends the work.
+            sources: Artifact path to another local file to send in its place (a staged copy).
+            result: Where to record what happens, for a caller that needs it also when this raises.
+
+        Returns:
+            What happened; failures of single files are in it.
+
+        Raises:
+            ArtifactConflictError: A newer attempt took over; nothing more was written.
+            SyncTimeoutError: The deadline passed.
+        """
+        job = _Job(self, states, root, sources or {}, deadline, result or TransferResult())
+        job.each(plan.preserves, job.preserve)
+        job.each([op for op in plan.removes if op.path not in job.result.failures], job.remove)
+        transfers = [op for op in plan.transfers if not job.blocked(op.path)]
+        # Large files first: the longest transfer then does not begin last.
+        job.each(sorted(transfers, key=lambda op: -op.size), job.transfer)
+        return job.result
+
+    def call(self, what: str, call: Callable[[], Result], deadline: Deadline) -> Result:
+        """One request that changes storage, with retries and the writer's check."""
+        return call_with_retries(call, retries=self.retries, deadline=deadline, what=what, before=self._before_write)
+
+    def put(self, path: str, data: bytes, deadline: Deadline) -> StoredFile:
+        """Writes one small file, whatever is there."""
+        return self.call(f"Writing {path}", lambda: self.store.put(path, data), deadline)
+
+    def budget_for(self, size: int) -> int:
+        """What a file counts for in the memory budget, in bytes."""
+        return size if size <= SMALL_FILE else LARGE_FILE_WEIGHT
+
+    def put_file(
+        self, path: str, reader: ConsistentReader, size: int, state: PathState | None, deadline: Deadline
+    ) -> StoredFile:
+        """Writes one file from a reader; conditionally where the store can, so that no newer writer is overwritten."""
+
+        def put(**precondition: object) -> StoredFile:
+            if size <= SMALL_FILE:
+                return self.store.put(path, reader.read_all(), **precondition)  # type: ignore[arg-type]
+            return self.store.put(path, reader, size_hint=size, **precondition)  # type: ignore[arg-type]
+
+        def guarded() -> StoredFile:
+            if not self.store.can_precondition or self._confirm_writer is None:
+                return put()
+            try:
+                return put(if_absent=True) if state is None else put(if_match=state.etag)
+            except PreconditionFailedError:
+                # Either a newer writer, or an earlier try of ours that landed although its answer was lost, or
+                # something that somebody else left at this path.
+                self._confirm_writer()
+                present = self.store.stat(path)
+                logger.debug("%s is not what this writer left there; replacing it.", path)
+                return put(if_match=present.etag) if present else put()
+
+        with self._budget.hold(self.budget_for(size)):
+            return self.call(f"Uploading {path}", guarded, deadline)
+
+
+class _Job:
+    """One run of a plan; its methods are called by many threads at once."""
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        states: Mapping[str, PathState],
+        root: str,
+        sources: Mapping[str, str],
+        deadline: Deadline,
+        result: TransferResult,
+    ) -> None:
+        self.engine = engine
+        self.states = states
+        self.root = root
+        self.sources = sources
+        self.deadline = deadline
+        self.result = result
+        self._lock = threading.Lock()
+
+    def each(self, operations: Iterable[Preserve | Remove | Transfer], act: Callable[..., None]) -> None:
+        def guarded(op: Preserve | Remove | Transfer) -> None:
+            try:
+                act(op)
+            except (ArtifactConflictError, SyncTimeoutError):
+                raise
+            except FileNotFoundError as error:
+                if isinstance(error, ArtifactSyncError):
+                    self.fail(op.path, error)
+                else:
+                    self.skip(Skip(op.path, "deleted before it could be sent", "vanished"))
+            except PermissionError as error:
+                if isinstance(error, ArtifactSyncError):
+                    self.fail(op.path, error)
+                else:
+                    self.skip(Skip(op.path, f"unreadable: {error.strerror}", "unsupported"))
+            except FileChangedError:
+                with self._lock:
+                    self.result.changed.add(op.path)
+            except Exception as error:
+                self.fail(op.path, error)
+
+        run_all(operations, guarded, workers=self.engine.max_concurrency, deadline=self.deadline)
+
+    def blocked(self, path: str) -> bool:
+        """Whether an earlier phase failed for this path or for one that had to give way to it."""
+        failures = self.result.failures
+        return path in failures or any(
+            failed.startswith(f"{path}/") or path.startswith(f"{failed}/") for failed in failures
+        )
+
+    def fail(self, path: str, error: BaseException) -> None:
+        with self._lock:
+            self.result.failures[path] = error
+            self.result.states[path] = PathState()
+
+    def skip(self, skip: Skip) -> None:
+        with self._lock:
+            self.result.skips.append(skip)
+
+    def preserve(self, op: Preserve) -> None:
+        for digest in op.digests:
+            target = layout.object_path(self.engine._token, digest)  # noqa: SLF001  (one module, two halves)
+            try:
+                self.engine.call(
+                    f"Preserving {op.path}",
+                    lambda target=target: self.engine.store.copy(op.path, target),
+                    self.deadline,
+                )
+            except ArtifactNotFoundError:
+                logger.warning(
+                    "%s is gone from %s although a manifest lists it; somebody else deleted it.",
+                    op.path,
+                    self.engine.store.description,
+                )
+                return
+            with self._lock:
+                self.result.preserved.add(digest)
+
+    def remove(self, op: Remove) -> None:
+        self.engine.call(f"Deleting {op.path}", lambda: self.engine.store.delete([op.path]), self.deadline)
+        with self._lock:
+            self.result.states[op.path] = None
+
+    def transfer(self, op: Transfer) -> None:
+        if isinstance(op, Append):
+            self.append(op)
+        elif isinstance(op, CopyStored):
+            self.copy(op)
+        else:
+            self.upload(op)
+
+    def local_path(self, path: str) -> str:
+        return self.sources.get(path) or os.path.join(self.root, path)
+
+    def upload(self, op: Upload | Append) -> None:
+        size = op.size if op.digest is not None else None
+        reader = ConsistentReader(self.local_path(op.path), size=size, expect_digest=op.digest)
+        state = self.result.states.get(op.path, self.states.get(op.path))
+        stored = self.engine.put_file(op.path, reader, op.size, state, self.deadline)
+        assert reader.hashed is not None
+        if stored.size != reader.hashed.stat.size:
+            raise StorageError(
+                f"{op.path}: {reader.hashed.stat.size} bytes were sent, but {self.engine.store.description} "
+                f"holds {stored.size}.",
+                retryable=True,
+                path=op.path,
+            )
+        self.landed(op, reader.hashed, stored, sent=stored.size)
+
+    def append(self, op: Append) -> None:
+        reader = ConsistentReader(self.local_path(op.path), size=op.size, expect_digest=op.digest, start=op.offset)
+        store = self.engine.store
+        try:
+            stored = self.engine.call(
+                f"Appending to {op.path}", lambda: store.append(op.path, op.offset, reader), self.deadline
+            )
+        except (PreconditionFailedError, ArtifactNotFoundError):
+            # An earlier try got a part of the way, or somebody wrote there: send the whole file.
+            self.upload(op)
+            return
+        except BaseException:
+            with self._lock:
+                self.result.states[op.path] = PathState()  # its end is not known now; its beginning stands
+            raise
+        assert reader.hashed is not None
+        self.landed(op, reader.hashed, stored, sent=op.size - op.offset)
+
+    def copy(self, op: CopyStored) -> None:
+        try:
+            self.engine.call(
+                f"Copying {op.source} to {op.path}", lambda: self.engine.store.copy(op.source, op.path), self.deadline
+            )
+        except ArtifactNotFoundError:
+            self.upload(Upload(op.path, op.size, op.mtime_ns, op.digest, "the copy's source is gone"))
+            return
+        with self._lock:
+            self.result.entries[op.path] = FileEntry(op.path, op.size, op.digest, op.mtime_ns)
+            self.result.states[op.path] = PathState(op.size, op.digest, own=True)
+
+    def landed(self, op: Transfer, hashed: HashedFile, stored: StoredFile, *, sent: int) -> None:
+        entry = FileEntry(op.path, hashed.stat.size, hashed.digest, hashed.stat.mtime_ns)
+        with self._lock:
+            self.result.entries[op.path] = entry
+            self.result.states[op.path] = PathState(entry.size, entry.digest, own=True, etag=stored.etag)
+            if op.path not in self.sources:
+                self.result.hashed[op.path] = hashed
+            self.result.bytes_sent += sent
+            self.result.files_sent += 1

@@ -1,0 +1,411 @@
+"""One trial's dir on storage: reading and committing manifests, the claim to be its writer, garbage.
+
+`TrialDir` only reads and needs no write access. `TrialWriter` is the claim of one attempt: it holds while no newer
+token is in `writer.json`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+
+from blake3 import blake3
+
+from ray_artifact_sync import layout
+from ray_artifact_sync.entries import FileEntry, Manifest
+from ray_artifact_sync.errors import (
+    ArtifactConflictError,
+    ArtifactNotFoundError,
+    IntegrityError,
+    ManifestError,
+    PreconditionFailedError,
+)
+from ray_artifact_sync.manifest import FORMAT, Changes, ManifestStack, assemble, decode, encode
+from ray_artifact_sync.stores.base import ArtifactStore, Buffer, StoredFile
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 2.0
+"""How long a proof of being the writer is trusted before the next write asks again."""
+_CLAIM_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What lies in a trial dir, from one listing.
+
+    Attributes:
+        files: Path to file, for everything but this library's own.
+        objects: Digest to the paths of its preserved copies.
+        snapshots: Checkpoint dir name to the paths of the snapshots in it.
+        layers: Names of the layer files.
+        asides: Tokens with a manifest set aside.
+        exploits: Keys of the exploit records.
+        head_mtime_ns: When the head was committed, by the storage's clock.
+    """
+
+    files: Mapping[str, StoredFile] = field(default_factory=dict)
+    objects: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    snapshots: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layers: frozenset[str] = frozenset()
+    asides: frozenset[str] = frozenset()
+    exploits: frozenset[str] = frozenset()
+    head_mtime_ns: int | None = None
+
+    def with_exploit(self, key: str) -> Inventory:
+        """With one more exploit record."""
+        return replace(self, exploits=self.exploits | {key})
+
+    def without(self, paths: Set[str]) -> Inventory:
+        """Without the objects, layers and records at these paths."""
+        objects = {
+            digest: left
+            for digest, places in self.objects.items()
+            if (left := tuple(place for place in places if place not in paths))
+        }
+        return replace(
+            self,
+            objects=objects,
+            layers=frozenset(name for name in self.layers if f"{layout.LAYERS}/{name}" not in paths),
+            asides=frozenset(token for token in self.asides if layout.aside_path(token) not in paths),
+            exploits=frozenset(key for key in self.exploits if f"{layout.EXPLOITS}/{key}.json" not in paths),
+        )
+
+
+class TrialDir:
+    """Reads a trial dir.
+
+    Args:
+        store: Its root is the trial dir.
+        name: The trial dir's name; snapshots must carry it.
+    """
+
+    def __init__(self, store: ArtifactStore, name: str) -> None:
+        self.store = store
+        self.name = name
+        self._layers: dict[str, Changes] = {}
+
+    def describe(self, path: str) -> str:
+        """A path in this trial dir, for messages."""
+        return f"{self.store.description}/{path}"
+
+    def head(self) -> ManifestStack | None:
+        """The newest committed manifest, or None if nothing was ever committed.
+
+        Raises:
+            ManifestError: It is damaged.
+        """
+        return self._load(layout.MANIFEST, "manifest")
+
+    def aside(self, token: str) -> ManifestStack | None:
+        """The manifest that the restore of this attempt superseded."""
+        return self._load(layout.aside_path(token), "manifest")
+
+    def exploit(self, key: str) -> ManifestStack | None:
+        """The trial's own manifest at the moment it took over another trial's checkpoint."""
+        return self._load(f"{layout.EXPLOITS}/{key}.json", "manifest")
+
+    def snapshot(self, checkpoint: str, paths: Iterable[str] | None = None) -> ManifestStack | None:
+        """The snapshot in a checkpoint, or None if it has none that counts.
+
+        One counts if the trial and the checkpoint that it names are where it lies (Ray reuses directories, users
+        copy them); of several, the one with the newest token.
+
+        Args:
+            checkpoint: Checkpoint dir name.
+            paths: Paths of the candidates where a listing knows them already.
+        """
+        if paths is None:
+            paths = [file.path for file in self.store.list_files(checkpoint)]
+        named = {path: layout.snapshot_token(path.rsplit("/", 1)[-1]) for path in paths}
+        ours = sorted(((token, path) for path, token in named.items() if token), reverse=True)
+        for token, path in ours:
+            try:
+                stack = self._load(path, "snapshot", trial=self.name, checkpoint=checkpoint, token=token)
+            except (ManifestError, ArtifactNotFoundError) as error:
+                logger.warning("A snapshot is left out: %s", error)
+                continue
+            if stack is not None:
+                return stack
+        return None
+
+    def checkpoints(self) -> list[str]:
+        """Names of the checkpoint directories present."""
+        return [name for name in self.store.list_dirs() if layout.is_checkpoint_dir(name)]
+
+    def inventory(self) -> Inventory:
+        """Lists everything (one request for each 1,000 files on object stores)."""
+        files: dict[str, StoredFile] = {}
+        objects: dict[str, list[str]] = {}
+        snapshots: dict[str, list[str]] = {}
+        layers, asides, exploits = set(), set(), set()
+        head_mtime_ns = None
+        for file in self.store.list():
+            parts = file.path.split("/")
+            if parts[0] == layout.STATE_DIR:
+                match parts[1:]:
+                    case ["manifest.json"]:
+                        head_mtime_ns = file.mtime_ns
+                    case ["objects", _, digest]:
+                        objects.setdefault(digest, []).append(file.path)
+                    case ["layers", name]:
+                        layers.add(name)
+                    case ["aside", token, "manifest.json"]:
+                        asides.add(token)
+                    case ["exploits", name]:
+                        exploits.add(name.removesuffix(".json"))
+            elif len(parts) > 1 and layout.is_checkpoint_dir(parts[0]):
+                if len(parts) == 2 and layout.snapshot_token(parts[1]):  # noqa: PLR2004
+                    snapshots.setdefault(parts[0], []).append(file.path)
+            else:
+                files[file.path] = file
+        return Inventory(
+            files,
+            {digest: tuple(sorted(paths, reverse=True)) for digest, paths in objects.items()},
+            {name: tuple(paths) for name, paths in snapshots.items()},
+            frozenset(layers),
+            frozenset(asides),
+            frozenset(exploits),
+            head_mtime_ns,
+        )
+
+    def objects(self) -> dict[str, tuple[str, ...]]:
+        """Digest to the paths of its preserved copies, newest token first."""
+        found: dict[str, list[str]] = {}
+        for file in self.store.list(layout.OBJECTS):
+            found.setdefault(file.path.rsplit("/", 1)[-1], []).append(file.path)
+        return {digest: tuple(sorted(paths, reverse=True)) for digest, paths in found.items()}
+
+    def chunks(self, entry: FileEntry, path: str) -> Iterator[Buffer]:
+        """The bytes that a place may hold for an entry: the first `entry.size`; the reader checks the digest."""
+        if entry.size == 0:
+            return iter(())
+        return self.store.read_chunks(path, length=entry.size)
+
+    def verified_chunks(self, entry: FileEntry, path: str) -> Iterator[Buffer]:
+        """Like `chunks`, but raises at the end unless size and digest are right.
+
+        Raises:
+            IntegrityError: They are not.
+        """
+        hasher, size = blake3(), 0
+        for chunk in self.chunks(entry, path):
+            hasher.update(chunk)
+            size += len(chunk)
+            yield chunk
+        if size != entry.size or hasher.hexdigest() != entry.digest:
+            raise IntegrityError(
+                f"{self.describe(path)} does not hold the {entry.size} bytes of {entry.path!r} with BLAKE3 "
+                f"{entry.digest[:16]}...",
+                path=entry.path,
+            )
+
+    def _load(
+        self, path: str, kind: str, *, trial: str = "", checkpoint: str = "", token: str = ""
+    ) -> ManifestStack | None:
+        try:
+            data = self.store.read(path)
+        except ArtifactNotFoundError:
+            return None
+        document = decode(data, kind=kind, where=self.describe(path))
+        if (trial or checkpoint or token) and (document.trial, document.checkpoint, document.token) != (
+            trial,
+            checkpoint,
+            token,
+        ):
+            return None
+        return assemble(document, {ref.name: self._layer(ref.name, ref.digest) for ref in document.layers})
+
+    def _layer(self, name: str, digest: str) -> Changes:
+        if digest not in self._layers:
+            path = f"{layout.LAYERS}/{name}"
+            data = self.store.read(path)
+            if blake3(data).hexdigest() != digest:
+                raise ManifestError(f"{self.describe(path)} is damaged: its digest is not the one referred to.")
+            self._layers[digest] = decode(data, kind="layer", where=self.describe(path)).changes
+        return self._layers[digest]
+
+
+class TrialWriter:
+    """The claim of one attempt to be the only writer of a trial dir, and what only the writer does.
+
+    Thread-safe. `check` costs a request at most every `LEASE_SECONDS`: a process that was stopped (SIGSTOP, a lost
+    network) for longer finds out before its next write that it was replaced. Where the store has preconditions, the
+    writes themselves are conditional too; on POSIX, the temporary directory of an older token is taken away, so that
+    even its rename in flight fails.
+    """
+
+    def __init__(self, trial: TrialDir, token: str) -> None:
+        self.trial = trial
+        self.store = trial.store
+        self.token = token
+        self._proven = float("-inf")
+        self._lost: str | None = None
+        self._head_etag: str | None = None
+        self._head_known = False
+        self._layer_numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    # --- the claim --------------------------------------------------------------------------------
+
+    def claim(self) -> bool:
+        """Becomes the writer.
+
+        Returns:
+            Whether there was a writer before (whether anything of ours may be in the trial dir).
+
+        Raises:
+            ArtifactConflictError: A newer attempt has claimed it.
+        """
+        body = json.dumps({"format": FORMAT, "kind": "writer", "token": self.token}).encode()
+        newest, _ = self._read_writer()
+        if newest is not None and newest > self.token:
+            self._lose(newest)
+        if newest != self.token:
+            self._write_claim(body, existed=newest is not None)
+        self.store.begin_writing(self.token)
+        self._proven = time.monotonic()
+        return newest is not None
+
+    def _write_claim(self, body: bytes, *, existed: bool) -> None:
+        """Writes the claim; finds out on the way whether the store enforces preconditions, where that is not known."""
+        if self.store.can_precondition is False:
+            self.store.put(layout.WRITER, body)
+        elif existed:
+            self.store.can_precondition = not self._may_create(body)
+            if self.store.can_precondition:
+                self._replace_claim(body)
+        elif not self._may_create(body):
+            self.store.can_precondition = True
+            self._replace_claim(body)
+        elif self.store.can_precondition is None:
+            self.store.can_precondition = not self._may_create(body)
+
+    def _may_create(self, body: bytes) -> bool:
+        """Writes the claim if the store says that there is none, or does not look."""
+        try:
+            self.store.put(layout.WRITER, body, if_absent=True)
+        except PreconditionFailedError:
+            return False
+        return True
+
+    def _replace_claim(self, body: bytes) -> None:
+        for _ in range(_CLAIM_TRIES):
+            newest, etag = self._read_writer()
+            if newest is not None and newest > self.token:
+                self._lose(newest)
+            try:
+                self.store.put(layout.WRITER, body, if_match=etag)
+            except PreconditionFailedError:
+                continue
+            return
+        raise ArtifactConflictError(f"Too many attempts claim {self.store.description} at once; gave up.")
+
+    def check(self) -> None:
+        """Raises if a newer attempt took over; asks storage only when the last proof is older than the lease.
+
+        Raises:
+            ArtifactConflictError: It did. From then on always, without a request.
+        """
+        if self._lost is not None:
+            self._lose(self._lost)
+        if time.monotonic() - self._proven > LEASE_SECONDS:
+            self.confirm()
+
+    def confirm(self) -> None:
+        """Asks storage now. See `check`."""
+        with self._lock:
+            asked = time.monotonic()
+            newest, _ = self._read_writer()
+            if newest is not None and newest > self.token:
+                self._lose(newest)
+            self._proven = asked
+
+    def _lose(self, newest: str) -> None:
+        self._lost = newest
+        raise ArtifactConflictError(
+            f"A newer attempt (token {newest}) writes to {self.store.description} now; this one (token {self.token}) "
+            "was replaced and stops writing.",
+            newest=newest,
+            token=self.token,
+        )
+
+    def _read_writer(self) -> tuple[str | None, str | None]:
+        try:
+            stat = self.store.stat(layout.WRITER) if self.store.can_precondition is not False else None
+            data = self.store.read(layout.WRITER)
+        except ArtifactNotFoundError:
+            return None, None
+        try:
+            token = json.loads(data)["token"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            token = None
+        if not layout.is_token(token):
+            logger.warning("%s is damaged; taking it for no claim.", self.trial.describe(layout.WRITER))
+            token = None
+        return token, stat.etag if stat else None
+
+    # --- commits ----------------------------------------------------------------------------------
+
+    def next_layer_name(self) -> str:
+        """The file name of a new layer; never used twice, also over attempts (it carries the token)."""
+        return f"{self.token}-{next(self._layer_numbers):06d}.json"
+
+    def advance(self, stack: ManifestStack, manifest: Manifest) -> ManifestStack:
+        """Moves on to a manifest, writing the layers that its documents will refer to."""
+        stack, files = stack.advance(manifest, next_name=self.next_layer_name)
+        for file in files:
+            self.store.put(f"{layout.LAYERS}/{file.ref.name}", file.data)
+        return stack
+
+    def commit_head(self, stack: ManifestStack) -> None:
+        """Makes a manifest the head. Atomic; from here on it is what the trial's artifacts are.
+
+        Raises:
+            ArtifactConflictError: A newer attempt took over; nothing was written.
+        """
+        self.check()
+        data = encode(stack.document("manifest", token=self.token))
+        if not self.store.can_precondition:
+            self.store.put(layout.MANIFEST, data)
+            return
+        if not self._head_known:
+            present = self.store.stat(layout.MANIFEST)
+            self._head_etag, self._head_known = (present.etag if present else None), True
+        try:
+            stored = self._put_head(data)
+        except PreconditionFailedError:
+            self.confirm()
+            present = self.store.stat(layout.MANIFEST)
+            self._head_etag = present.etag if present else None
+            stored = self._put_head(data)
+        self._head_etag = stored.etag
+        self._proven = time.monotonic()
+
+    def _put_head(self, data: bytes) -> StoredFile:
+        if self._head_etag is None:
+            return self.store.put(layout.MANIFEST, data, if_absent=True)
+        return self.store.put(layout.MANIFEST, data, if_match=self._head_etag)
+
+    def write_snapshot(self, stack: ManifestStack, checkpoint: str) -> None:
+        """Stores a manifest inside a checkpoint. Atomic; with it, the checkpoint has artifacts."""
+        self.check()
+        document = stack.document("snapshot", token=self.token, trial=self.trial.name, checkpoint=checkpoint)
+        self.store.put(f"{checkpoint}/{layout.snapshot_name(self.token)}", encode(document))
+
+    def write_record(self, path: str, stack: ManifestStack) -> None:
+        """Stores a manifest under another name (set aside, exploit)."""
+        self.check()
+        self.store.put(path, encode(stack.document("manifest", token=self.token)))
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Deletes files of this library."""
+        paths = list(paths)
+        if paths:
+            self.check()
+            self.store.delete(paths)

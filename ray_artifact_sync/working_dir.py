@@ -1,0 +1,271 @@
+"""One trial's working dir on this node: who may use it now, what an earlier attempt left, filling files in place.
+
+Two attempts of a trial can overlap in one working dir: after an error or a pause, Ray starts the new actor while the
+old one is still in `stop()`. Three files below `.ray_artifact_sync/` order them:
+
+- `alive` is locked for as long as an attempt lives. A new attempt waits (bounded) for it, so that the old one's last
+  upload is over before its leftovers are moved away. A killed process loses the lock with its life.
+- `lock` is held during each operation.
+- `token` names the newest attempt on this node; an older one that sees it stops quietly.
+
+The locks are POSIX record locks: unlike flock(2) locks, they are not inherited by forked data-loader processes that
+outlive their parent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from blake3 import blake3
+
+from ray_artifact_sync import layout
+from ray_artifact_sync.entries import FileEntry
+from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, IntegrityError
+from ray_artifact_sync.stores.base import Buffer
+
+logger = logging.getLogger(__name__)
+
+KEPT_SET_ASIDE = 2
+"""How many attempts' leftovers are kept; what is older is deleted when a new attempt begins."""
+
+_POLL_SECONDS = 0.05
+
+
+class WorkingDir:
+    """The working dir of one trial, used by one attempt.
+
+    Args:
+        root: The directory; created by `begin`.
+        token: The attempt.
+    """
+
+    def __init__(self, root: str, token: str) -> None:
+        self.root = os.path.abspath(root)
+        self.token = token
+        self._alive_fd: int | None = None
+        self._mutex = threading.RLock()
+
+    def local_path(self, path: str) -> str:
+        """Where an artifact path lies on this node."""
+        return os.path.join(self.root, path)
+
+    @property
+    def set_aside_dir(self) -> str:
+        """Where this attempt put what it found."""
+        return self.local_path(f"{layout.SET_ASIDE}/{self.token}")
+
+    # --- taking over ------------------------------------------------------------------------------
+
+    def begin(self, wait_seconds: float, *, set_aside: bool = True) -> None:
+        """Takes the working dir over: waits for a living predecessor, then sets its files aside.
+
+        Args:
+            wait_seconds: How long a predecessor that is still alive may take; then its files are moved under it, and
+                it stops at its next operation.
+            set_aside: Move what is there away; it is an earlier attempt's.
+
+        Raises:
+            ArtifactConflictError: A newer attempt has the working dir already.
+        """
+        os.makedirs(self.local_path(layout.STATE_DIR), exist_ok=True)
+        self._await_predecessor(wait_seconds)
+        with self.locked(wait_seconds):  # held or not: a stopped process must not stop its successor
+            self.check()
+            self._write_token()
+            if set_aside:
+                self._set_leftovers_aside()
+
+    def end(self) -> None:
+        """Lets a successor begin."""
+        if self._alive_fd is not None:
+            os.close(self._alive_fd)  # closing releases the record lock
+            self._alive_fd = None
+
+    @contextmanager
+    def locked(self, wait_seconds: float | None = None) -> Iterator[bool]:
+        """Holds the node-local lock of this working dir.
+
+        Args:
+            wait_seconds: How long to wait for another attempt's operation; None for as long as it takes.
+
+        Yields:
+            Whether the lock is held (False after the wait was in vain).
+        """
+        with self._mutex:
+            os.makedirs(self.local_path(layout.STATE_DIR), exist_ok=True)
+            fd = os.open(self.local_path(layout.LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                yield _lock_within(fd, wait_seconds)
+            finally:
+                os.close(fd)
+
+    def check(self) -> None:
+        """Raises if a newer attempt has taken over on this node.
+
+        Raises:
+            ArtifactConflictError: It has.
+        """
+        newest = self._read_token()
+        if newest is not None and newest > self.token:
+            raise _replaced(newest)
+
+    def _await_predecessor(self, wait_seconds: float) -> None:
+        fd = os.open(self.local_path(layout.ALIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if not _lock_within(fd, wait_seconds):
+            logger.warning(
+                "An earlier attempt of this trial is still alive in %s after %g s; going on without it.",
+                self.root,
+                wait_seconds,
+            )
+        self._alive_fd = fd
+
+    def _read_token(self) -> str | None:
+        try:
+            with open(self.local_path(layout.LOCAL_TOKEN), encoding="ascii") as file:
+                token = file.read().strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return token if layout.is_token(token) else None
+
+    def _write_token(self) -> None:
+        temporary = self.local_path(f"{layout.LOCAL_TOKEN}.{self.token}")
+        with open(temporary, "w", encoding="ascii") as file:
+            file.write(self.token)
+        os.replace(temporary, self.local_path(layout.LOCAL_TOKEN))
+
+    def _set_leftovers_aside(self) -> None:
+        names = [name for name in os.listdir(self.root) if name != layout.STATE_DIR]
+        if names:
+            os.makedirs(self.set_aside_dir, exist_ok=True)
+            for name in names:
+                os.rename(self.local_path(name), os.path.join(self.set_aside_dir, name))
+            logger.info(
+                "%d files and directories of an earlier attempt were moved to %s.", len(names), self.set_aside_dir
+            )
+        for old in self.set_aside_dirs()[KEPT_SET_ASIDE:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def set_aside_dirs(self) -> list[str]:
+        """All set-aside directories, newest first."""
+        base = self.local_path(layout.SET_ASIDE)
+        with suppress(FileNotFoundError):
+            names = sorted((name for name in os.listdir(base) if layout.is_token(name)), reverse=True)
+            return [os.path.join(base, name) for name in names]
+        return []
+
+    # --- changing files ---------------------------------------------------------------------------
+
+    def set_aside(self, paths: Iterable[str]) -> None:
+        """Moves single files away; what was set aside before under the same name is kept beside them."""
+        for path in paths:
+            target = os.path.join(self.set_aside_dir, path)
+            while os.path.lexists(target):
+                target += ".later"
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            with suppress(FileNotFoundError):
+                os.rename(self.local_path(path), target)
+
+    def fill(self, entry: FileEntry, chunks: Iterable[Buffer]) -> None:
+        """Gives a file the content of `chunks`, in place: the inode stays, so that open handles go on working.
+
+        Not atomic: a file that is being filled is a mix until this returns. An attempt that dies in it is followed by
+        one that sets the working dir aside, so nobody takes the mix for an artifact.
+
+        Raises:
+            IntegrityError: The chunks are not the content that the entry names; the file must be filled again.
+        """
+        local_path = self.local_path(entry.path)
+        self.clear_the_way(entry.path)
+        fd = os.open(local_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            written = _write_verified(fd, entry, chunks)
+            os.ftruncate(fd, written)
+            if entry.mtime_ns:
+                os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
+        finally:
+            os.close(fd)
+
+    def clear_the_way(self, path: str) -> None:
+        """Makes the parents of a path real directories, and the path itself free for a file."""
+        _clear_the_way(self.root, path)
+
+    def make_dir(self, path: str) -> None:
+        """Creates a directory, replacing nothing but links."""
+        _clear_the_way(self.root, f"{path}/x")
+
+    def __getstate__(self) -> None:
+        raise TypeError("A WorkingDir holds locks of this process and cannot be pickled.")
+
+
+def _lock_within(fd: int, wait_seconds: float | None) -> bool:
+    """Takes an exclusive record lock; False if that took too long."""
+    give_up = None if wait_seconds is None else time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if give_up is not None and time.monotonic() >= give_up:
+                return False
+            time.sleep(_POLL_SECONDS)
+        else:
+            return True
+
+
+def _write_verified(fd: int, entry: FileEntry, chunks: Iterable[Buffer]) -> int:
+    hasher = blake3()
+    offset = 0
+    for chunk in chunks:
+        view = memoryview(chunk)
+        if offset + len(view) > entry.size:
+            raise IntegrityError(f"{entry.path}: more than the {entry.size} bytes that the manifest names.")
+        hasher.update(view)
+        while view:
+            count = os.pwrite(fd, view, offset)
+            view = view[count:]
+            offset += count
+    if offset != entry.size or hasher.hexdigest() != entry.digest:
+        raise IntegrityError(
+            f"{entry.path}: the {offset} bytes read are not the {entry.size} bytes with BLAKE3 {entry.digest[:16]}... "
+            "that the manifest names.",
+            path=entry.path,
+        )
+    return offset
+
+
+def _clear_the_way(root: str, path: str) -> None:
+    """Makes the parents real directories, and removes an empty directory or a link at the path itself."""
+    parts = path.split("/")
+    current = root
+    for part in parts[:-1]:
+        current = os.path.join(current, part)
+        if os.path.islink(current):
+            os.unlink(current)  # a link could lead out of the working dir
+        if not os.path.isdir(current):
+            os.mkdir(current)
+    target = os.path.join(root, path)
+    if os.path.islink(target):
+        os.unlink(target)
+    elif os.path.isdir(target):
+        try:
+            _remove_empty_tree(target)
+        except OSError as error:
+            raise ArtifactSyncError(f"{path!r} must be a file again, but is a directory with files in it.") from error
+
+
+def _remove_empty_tree(directory: str) -> None:
+    for current, _, _ in os.walk(directory, topdown=False):
+        os.rmdir(current)
+
+
+def _replaced(newest: str) -> ArtifactConflictError:
+    return ArtifactConflictError(
+        f"A newer attempt of this trial (token {newest}) has taken over the working dir; this one stops writing.",
+        newest=newest,
+    )

@@ -1,0 +1,50 @@
+"""Servers and places that tests run against; all are ended by process id."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fault_proxy import FaultProxy
+from tests.support.s3_servers import MotoServer, RcloneServer, filesystem_at, uri_at
+
+
+@pytest.fixture(scope="session")
+def rclone():
+    """A real S3 server without conditional writes. Use `proxy` in front for Ray's own writes."""
+    with RcloneServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto():
+    """An S3 server that enforces conditional writes."""
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(rclone):
+    """A fresh fault-injecting proxy in front of `rclone`; answers directory markers itself."""
+    with FaultProxy(rclone.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def moto_proxy(moto):
+    """A fresh fault-injecting proxy in front of `moto`; passes directory markers on."""
+    with FaultProxy(moto.endpoint, answer_markers=False) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3_filesystem(proxy):
+    """pyarrow's S3 client, through the proxy."""
+    return filesystem_at(proxy.endpoint)
+
+
+@pytest.fixture
+def s3_uri(proxy, rclone, monkeypatch, request):
+    """A function from a path to an `s3://` URI through the proxy; sets the AWS_* variables."""
+    for name, value in rclone.env().items():
+        monkeypatch.setenv(name, value)
+    return lambda path="": uri_at(proxy.endpoint, path)

@@ -1,0 +1,1 @@
+"""Servers and faults that the tests run against."""
