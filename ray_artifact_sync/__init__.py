@@ -18,6 +18,9 @@ if TYPE_CHECKING:
         ArtifactConflictError as ArtifactConflictError,
     )
     from ray_artifact_sync.errors import (
+        ArtifactExistsError as ArtifactExistsError,
+    )
+    from ray_artifact_sync.errors import (
         ArtifactNotFoundError as ArtifactNotFoundError,
     )
     from ray_artifact_sync.errors import (
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
         ManifestError as ManifestError,
     )
     from ray_artifact_sync.errors import (
+        StagingError as StagingError,
+    )
+    from ray_artifact_sync.errors import (
         StorageError as StorageError,
     )
     from ray_artifact_sync.errors import (
@@ -47,16 +53,21 @@ if TYPE_CHECKING:
     from ray_artifact_sync.errors import (
         SyncTimeoutError as SyncTimeoutError,
     )
+    from ray_artifact_sync.errors import (
+        WorkerDiedError as WorkerDiedError,
+    )
     from ray_artifact_sync.registry import ArtifactRegistry as ArtifactRegistry
     from ray_artifact_sync.session import TrialArtifacts as TrialArtifacts
     from ray_artifact_sync.syncer import ArtifactSyncer as ArtifactSyncer
     from ray_artifact_sync.trainable import ArtifactSyncMixin as ArtifactSyncMixin
+    from ray_artifact_sync.uploader import RemoteUploader as RemoteUploader
 
 _HOMES = {
     "ArtifactSyncCallback": "callback",
     "SyncConfig": "config",
     "configure": "config",
     "ArtifactConflictError": "errors",
+    "ArtifactExistsError": "errors",
     "ArtifactNotFoundError": "errors",
     "ArtifactSyncError": "errors",
     "ConfigurationError": "errors",
@@ -64,13 +75,16 @@ _HOMES = {
     "IntegrityError": "errors",
     "InvalidPathError": "errors",
     "ManifestError": "errors",
+    "StagingError": "errors",
     "StorageError": "errors",
     "StoragePermissionError": "errors",
     "SyncTimeoutError": "errors",
+    "WorkerDiedError": "errors",
     "ArtifactRegistry": "registry",
     "TrialArtifacts": "session",
     "ArtifactSyncer": "syncer",
     "ArtifactSyncMixin": "trainable",
+    "RemoteUploader": "uploader",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.concurrency import Deadline, run_all
-from ray_artifact_sync.errors import IncompleteSyncError, StorageError
+from ray_artifact_sync.errors import (
+    ArtifactConflictError,
+    ArtifactSyncError,
+    IncompleteSyncError,
+    StorageError,
+    SyncTimeoutError,
+)
 from ray_artifact_sync.local_files import ConsistentReader
 from ray_artifact_sync.plan import PathState
 from ray_artifact_sync.stores.base import ArtifactStore
 from ray_artifact_sync.stores.posix import PosixStore
 from ray_artifact_sync.transfer import TransferEngine
+
+logger = logging.getLogger(__name__)
 
 _ANYTHING = PathState()
 """Checkpoint files replace whatever a crashed attempt left at their paths."""
@@ -35,7 +44,9 @@ def upload_checkpoint(source: ArtifactStore, engine: TransferEngine, name: str, 
         Bytes uploaded.
 
     Raises:
-        IncompleteSyncError: Some files were refused. There is no checkpoint then.
+        ArtifactConflictError: A newer attempt took over.
+        IncompleteSyncError: Some files were refused, or changed while they were read. There is no checkpoint then.
+        SyncTimeoutError: The deadline passed.
     """
     files = list(_local_files(source.root) if isinstance(source, PosixStore) else _stored_files(source))
     failures: dict[str, BaseException] = {}
@@ -43,7 +54,9 @@ def upload_checkpoint(source: ArtifactStore, engine: TransferEngine, name: str, 
     def work(file: _SourceFile) -> None:
         try:
             file.send(engine, f"{name}/{file.path}", deadline)
-        except (StorageError, OSError) as error:
+        except (ArtifactConflictError, SyncTimeoutError):
+            raise
+        except (ArtifactSyncError, OSError) as error:
             failures[file.path] = error
 
     engine.store.make_dir(name)
@@ -97,13 +110,19 @@ def _is_ours(path: str) -> bool:
 
 
 def _local_files(root: str) -> Iterator[_LocalFile]:
-    """All files, symlinks followed (as Ray's own upload does), each directory once."""
+    """All files, symlinks followed (as Ray's own upload does)."""
     for directory, path in _walk(root):
         for name in os.listdir(directory):
             local_path = os.path.join(directory, name)
             file_path = f"{path}/{name}" if path else name
-            if not _is_ours(file_path) and os.path.isfile(local_path):
+            if _is_ours(file_path) or os.path.isdir(local_path):
+                continue
+            if os.path.isfile(local_path):
                 yield _LocalFile(file_path, os.path.getsize(local_path), local_path)
+            else:
+                logger.warning(
+                    "%s of a checkpoint is no regular file (a dangling link, a pipe?): left out.", local_path
+                )
 
 
 def _empty_dirs(root: str) -> Iterator[str]:
@@ -113,20 +132,19 @@ def _empty_dirs(root: str) -> Iterator[str]:
 
 
 def _walk(root: str) -> Iterator[tuple[str, str]]:
-    pending = [(root, "")]
-    seen: set[str] = set()
+    """Every directory and its path. One that two links lead to is there twice; one that contains itself is not."""
+    pending: list[tuple[str, str, frozenset[str]]] = [(root, "", frozenset())]
     while pending:
-        directory, path = pending.pop()
+        directory, path, above = pending.pop()
         real = os.path.realpath(directory)
-        if real in seen:
+        if real in above:
             continue
-        seen.add(real)
         yield directory, path
         for name in os.listdir(directory):
             child = os.path.join(directory, name)
             child_path = f"{path}/{name}" if path else name
             if os.path.isdir(child) and not _is_ours(child_path):
-                pending.append((child, child_path))
+                pending.append((child, child_path, above | {real}))
 
 
 def _stored_files(source: ArtifactStore) -> Iterator[_StoredFile]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
+import secrets
+import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from blake3 import blake3
@@ -23,7 +24,7 @@ from ray_artifact_sync.errors import ArtifactNotFoundError, IncompleteSyncError,
 from ray_artifact_sync.local_files import hash_file
 from ray_artifact_sync.manifest import ManifestStack
 from ray_artifact_sync.options import SyncOptions
-from ray_artifact_sync.plan import PathState
+from ray_artifact_sync.plan import PathState, parents
 from ray_artifact_sync.scan import HashCache, SkipRule, scan_tree, take_all
 from ray_artifact_sync.stores.base import ArtifactStore, StoredFile
 from ray_artifact_sync.sync_up import Mirror, SyncPass, SyncReport
@@ -85,7 +86,7 @@ class DirectorySync:
             rule=rule,
         ).run()
         # What is stored stays: files that are gone locally, or left out this time, are still there.
-        manifest = Manifest({**stack.manifest.entries, **report.manifest.entries}, self._writer.token)
+        manifest = Manifest(_on_top(stack.manifest.entries, report.manifest.entries), self._writer.token)
         if not manifest.same_content(stack.manifest):
             stack = self._request(lambda: self._commit(stack, manifest), deadline, "Committing the manifest")
         self._stack = stack
@@ -129,6 +130,14 @@ class DirectorySync:
         return call_with_retries(call, retries=self._options.retries, deadline=deadline, what=what)
 
 
+def _on_top(old: Mapping[str, FileEntry], new: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """Both listings, without old entries that a file or directory of the new one took the place of."""
+    files = {path for path, entry in new.items() if not entry.is_dir}
+    directories = {parent for path in new for parent in parents(path)}
+    kept = {path: entry for path, entry in old.items() if path not in directories and files.isdisjoint(parents(path))}
+    return {**kept, **new}
+
+
 def _is_newer(file: StoredFile, head: StoredFile | None) -> bool:
     """Whether a file was written after the manifest that lists it: by a sync that never came to its commit."""
     return (
@@ -159,10 +168,11 @@ def sync_directory_down(
     files = [
         file
         for file in request(lambda: list(store.list()), "Listing the remote directory")
-        if not layout.is_reserved(file.path) and rule(file.path, False) is None  # noqa: FBT003
+        if not layout.is_reserved(file.path) and rule(file.path, False) is None
     ]
     if not files and listed is None:
         raise ArtifactNotFoundError(f"There is nothing at {store.description}.")
+    head = request(lambda: store.stat(layout.MANIFEST), "Reading the manifest") if listed is not None else None
     local = scan_tree(local_dir).files
     os.makedirs(local_dir, exist_ok=True)
     failures: dict[str, BaseException] = {}
@@ -172,16 +182,21 @@ def sync_directory_down(
         try:
             entry = listed.get(file.path) if listed is not None else None
             local_path = os.path.join(local_dir, validate_path(file.path))
-            if entry is not None and entry.size != file.size:
-                entry = None  # newer than the manifest
+            if entry is not None and (entry.is_dir or entry.size != file.size or _is_newer(file, head)):
+                entry = None  # written by a sync that never came to its commit
             if entry is not None and file.path in local and _holds(local_path, entry):
                 return
-            request(lambda: _download(store, file, local_path, entry), f"Downloading {file.path}")
+            request(lambda: _download(store, file, local_path, entry, scratch), f"Downloading {file.path}")
             done.append(file.path)
         except Exception as error:
             failures[file.path] = error
 
-    run_all(files, work, workers=options.max_concurrency, deadline=deadline)
+    with _scratch_dir(local_dir) as scratch:
+        run_all(files, work, workers=options.max_concurrency, deadline=deadline)
+    for entry in listed or ():
+        if entry.is_dir and rule(entry.path, True) is None:
+            with suppress(FileExistsError, NotADirectoryError):  # it got content, or became a file, since then
+                os.makedirs(os.path.join(local_dir, entry.path))
     if failures:
         path, error = next(iter(failures.items()))
         raise IncompleteSyncError(
@@ -207,22 +222,33 @@ def _holds(local_path: str, entry: FileEntry) -> bool:
     return os.path.getsize(local_path) == entry.size and hash_file(local_path).digest == entry.digest
 
 
-def _download(store: ArtifactStore, file: StoredFile, local_path: str, entry: FileEntry | None) -> None:
+@contextmanager
+def _scratch_dir(local_dir: str) -> Iterator[str]:
+    """A directory for files being written, where no sync looks: a process that is killed leaves no half file behind."""
+    base = os.path.join(local_dir, layout.STATE_DIR)
+    scratch = os.path.join(base, f"download-{secrets.token_hex(8)}")
+    os.makedirs(scratch)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):
+            os.rmdir(base)  # stays if anything else is in it
+
+
+def _download(store: ArtifactStore, file: StoredFile, local_path: str, entry: FileEntry | None, scratch: str) -> None:
     os.makedirs(os.path.dirname(local_path), exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=os.path.dirname(local_path))
+    temporary = os.path.join(scratch, secrets.token_hex(8))
     hasher, size = blake3(), 0
     try:
-        with os.fdopen(descriptor, "wb") as out:
+        with open(temporary, "xb") as out:  # with the permissions that a user's file has
             for chunk in store.read_chunks(file.path):
                 hasher.update(chunk)
                 size += out.write(chunk)
         if size != file.size or (entry is not None and hasher.hexdigest() != entry.digest):
-            raise IntegrityError(
+            raise IntegrityError(  # noqa: TRY301  (the temporary file must go)
                 f"{store.description}/{file.path} gave {size} bytes that are not the {file.size} bytes it should hold."
             )
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's 0600 would be wrong for a user's file
         os.replace(temporary, local_path)
     except BaseException:
         with suppress(FileNotFoundError):

@@ -5,6 +5,7 @@ Pure: no disk, no network, no Ray. All values are frozen; a manifest is replaced
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -13,6 +14,8 @@ from ray_artifact_sync.errors import InvalidPathError
 
 MAX_PATH_BYTES = 4096
 """Longest artifact path in UTF-8 bytes (Linux' PATH_MAX); object stores end at 1,024 and say so themselves."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def validate_path(path: str) -> str:
@@ -44,7 +47,7 @@ def validate_path(path: str) -> str:
             f"The artifact path starting {path[:60]!r} has {len(encoded)} bytes; the limit is {MAX_PATH_BYTES}.",
             path=path,
         )
-    if any(ord(char) < 32 or ord(char) == 127 for char in path):
+    if _CONTROL.search(path):
         raise InvalidPathError(
             f"The artifact path {path!r} has a control character; object stores refuse it. Rename the file.",
             path=path,
@@ -228,7 +231,8 @@ class SyncPlan:
         preserves: Server-side copies of versions that a pinned manifest still needs.
         removes: Paths whose kind changes between file and directory.
         transfers: Files that change in storage.
-        unchanged: Entries of the head that stand as they are (with the new local mtime).
+        unchanged: Entries whose content storage holds at their path: those of the head as they are, and what an earlier
+            sync sent but could not commit.
         dropped: Paths of the head that no longer exist locally: the next manifest does not list them, their objects
             stay.
     """

@@ -6,6 +6,7 @@ fields; see `ArtifactSyncError.__reduce__`.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ class ArtifactSyncError(Exception):
         return _rebuild, (type(self), str(self.args[0]) if self.args else "", self._fields)
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else type(self).__name__
+        return (str(self.args[0]) if self.args else "") or type(self).__name__
 
 
 def _rebuild(cls: type[ArtifactSyncError], message: str, fields: dict[str, Any]) -> ArtifactSyncError:
@@ -88,6 +89,22 @@ class PreconditionFailedError(StorageError):
     """A conditional write was refused: the object is not what the writer believed it to be."""
 
 
+class ArtifactExistsError(StorageError, FileExistsError):
+    """A file is there already, and replacing it was not asked for."""
+
+
+class StagingError(ArtifactSyncError, OSError):
+    """A local file could not be copied aside before its upload (disk full, over the limit); nothing was kept.
+
+    Attributes:
+        errno: The system's error number, where there was one.
+    """
+
+
+class WorkerDiedError(ArtifactSyncError, RuntimeError):
+    """A worker process ended in the middle of an upload."""
+
+
 class IncompleteSyncError(ArtifactSyncError):
     """Some files of a sync could not be transferred; the others were.
 
@@ -101,3 +118,17 @@ class IncompleteSyncError(ArtifactSyncError):
         self, message: str = "", *, failures: Mapping[str, BaseException] | None = None, **fields: Any
     ) -> None:
         super().__init__(message, failures=dict(failures or {}), **fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, message, fields) = super().__reduce__()
+        failures = {path: _portable(error) for path, error in self.failures.items()}
+        return rebuild, (cls, message, {**fields, "failures": failures})
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error itself if it survives pickling (clients' errors may hold a socket), else one with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  (our own bytes)
+    except Exception:
+        return ArtifactSyncError(f"{type(error).__name__}: {error}")
+    return error

@@ -29,7 +29,7 @@ LAYERS = f"{STATE_DIR}/layers"
 OBJECTS = f"{STATE_DIR}/objects"
 ASIDE = f"{STATE_DIR}/aside"
 EXPLOITS = f"{STATE_DIR}/exploits"
-TMP = f"{STATE_DIR}/tmp"
+TMP = f"{STATE_DIR}/tmp"  # noqa: S108  (in the trial dir)
 
 SET_ASIDE = f"{STATE_DIR}/set_aside"
 LOCK = f"{STATE_DIR}/lock"
@@ -37,14 +37,22 @@ ALIVE = f"{STATE_DIR}/alive"
 LOCAL_TOKEN = f"{STATE_DIR}/token"
 
 TOKEN_DIGITS = 20
-_TOKEN = re.compile(rf"\d{{{TOKEN_DIGITS}}}")
-_CHECKPOINT_DIR = re.compile(r"checkpoint_-?\d+")
-_SNAPSHOT = re.compile(rf"\.ray_artifact_sync-(\d{{{TOKEN_DIGITS}}})\.json")
+# ASCII digits only: `\d` matches those of every script, and such a "token" would sort behind all real ones.
+_TOKEN = re.compile(rf"[0-9]{{{TOKEN_DIGITS}}}")
+_CHECKPOINT_DIR = re.compile(r"checkpoint_-?[0-9]+")
+_SNAPSHOT = re.compile(rf"\.ray_artifact_sync-([0-9]{{{TOKEN_DIGITS}}})\.json")
 
 
 def make_token(value: int) -> str:
-    """The token of an attempt: `value` zero-padded, so that text order is numeric order."""
-    return f"{value:0{TOKEN_DIGITS}d}"
+    """The token of an attempt: `value` zero-padded, so that text order is numeric order.
+
+    Raises:
+        ValueError: `value` is negative or has too many digits.
+    """
+    token = f"{value:0{TOKEN_DIGITS}d}"
+    if not is_token(token):
+        raise ValueError(f"{value!r} cannot be a token: it must have 1 to {TOKEN_DIGITS} digits and no sign.")
+    return token
 
 
 def is_token(text: object) -> bool:

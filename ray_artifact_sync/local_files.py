@@ -141,8 +141,9 @@ class ConsistentReader:
         path: Local path.
         size: Bytes to give; None for all that are there when the reading begins.
         expect_digest: The digest that these bytes must have; None if any content will do.
-        start: Leave out this many bytes (they are not read; the check is then made on the times of the file, or by
-            hashing the whole prefix where those do not decide).
+        start: Leave out this many bytes. They are read and hashed all the same: `expect_digest` and `hashed` are about
+            the first `size` bytes.
+        chunk_size: Bytes of one chunk.
 
     Attributes:
         hashed: The version that was given, after a complete iteration.
@@ -171,33 +172,37 @@ class ConsistentReader:
             before = FileStat.of(os.fstat(fd))
             size = before.size if self._size is None else self._size
             hasher = blake3()
-            offset = self._start
-            while offset < size:
-                block = os.pread(fd, min(self._chunk_size, size - offset), offset)
-                if not block:
-                    raise FileChangedError(f"{self._path!r} became shorter while it was read.", path=self._path)
+            for block in self._blocks(fd, 0, min(self._start, size)):
+                hasher.update(block)  # not given, but the digest is that of the whole
+            held = b""
+            for block in self._blocks(fd, self._start, size):
                 hasher.update(block)
-                offset += len(block)
-                if offset < size:
-                    yield block
-                else:
-                    # The last block is held back until the version is known to be one.
-                    self._conclude(fd, before, size, hasher.hexdigest(), started)
-                    yield block
-            if offset == self._start:
-                self._conclude(fd, before, size, hasher.hexdigest(), started)
+                if held:
+                    yield held
+                held = block
+            # The last block is held back until the version is known to be one.
+            self._conclude(fd, before, size, hasher.hexdigest(), started)
+            if held:
+                yield held
         finally:
             os.close(fd)
 
+    def _blocks(self, fd: int, offset: int, stop: int) -> Iterator[bytes]:
+        while offset < stop:
+            block = os.pread(fd, min(self._chunk_size, stop - offset), offset)
+            if not block:
+                raise FileChangedError(f"{self._path!r} became shorter while it was read.", path=self._path)
+            offset += len(block)
+            yield block
+
     def _conclude(self, fd: int, before: FileStat, size: int, digest: str, started: int) -> None:
         quiet = FileStat.of(os.fstat(fd)) == before and before.settled_before(started)
-        if self._start:
-            # Only the tail was read: the whole is proven again, since what lies before it decides the digest.
-            digest = _hash_fd(fd, size, ())[0] or ""
+        if self._expect is not None:
+            # `digest` is that of the very bytes that were given: nothing else needs to be proven.
+            if digest != self._expect:
+                raise FileChangedError(f"{self._path!r} is not what was planned any more.", path=self._path)
         elif not quiet and _hash_fd(fd, size, ())[0] != digest:
             raise FileChangedError(f"{self._path!r} was written while it was read.", path=self._path)
-        if self._expect is not None and digest != self._expect:
-            raise FileChangedError(f"{self._path!r} is not what was planned any more.", path=self._path)
         version = FileStat(size, before.mtime_ns, before.ctime_ns, before.inode)
         self.hashed = HashedFile(version, digest, {}, settled=quiet and size == before.size)
 

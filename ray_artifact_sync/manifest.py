@@ -36,7 +36,7 @@ MAX_DOCUMENT_BYTES = 1 << 30
 MAX_LAYERS = 64
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LAYER_NAME = re.compile(rf"\d{{{layout.TOKEN_DIGITS}}}-\d{{6,}}\.json")
+_LAYER_NAME = re.compile(rf"[0-9]{{{layout.TOKEN_DIGITS}}}-[0-9]{{6,20}}\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ def decode(data: bytes, *, kind: str, where: str) -> Document:
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ManifestError(f"{where} has {len(data)} bytes; documents end at {MAX_DOCUMENT_BYTES}.")
     try:
-        body = json.loads(data)
+        body = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{where} is not valid JSON ({error}). It is damaged or not ours.") from None
     if not isinstance(body, dict) or body.get("kind") != kind:
         raise ManifestError(f"{where} is not a {kind} of ray-artifact-sync.")
-    if body.get("format") != FORMAT:
+    if type(version := body.get("format")) is not int or version != FORMAT:
         raise ManifestError(
-            f"{where} has format version {body.get('format')!r}; this release reads version {FORMAT}. "
+            f"{where} has format version {_short(version)}; this release reads version {FORMAT}. "
             "Install a newer ray-artifact-sync."
         )
     check = _Checker(where)
@@ -146,6 +146,23 @@ def decode(data: bytes, *, kind: str, where: str) -> Document:
         trial=check.text(body.get("trial", ""), "trial"),
         checkpoint=check.text(body.get("checkpoint", ""), "checkpoint"),
     )
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; one key twice would mean different things to different readers."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _short(value: object) -> str:
+    """A value from a document nobody vouches for, for a message."""
+    return repr(value)[:100]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +179,7 @@ class _Checker:
 
     def token(self, value: object) -> str:
         if not layout.is_token(value):
-            raise self.fail(f"has the malformed token {value!r}")
+            raise self.fail(f"has the malformed token {_short(value)}")
         return str(value)
 
     def path(self, value: str) -> str:
@@ -186,11 +203,11 @@ class _Checker:
             return FileEntry(path, 0, "", is_dir=True)
         size, digest, mtime_ns = body.get("size"), body.get("digest"), body.get("mtime_ns", 0)
         if type(size) is not int or not 0 <= size < 1 << 63:
-            raise self.fail(f"has the impossible size {size!r} for {path!r}")
+            raise self.fail(f"has the impossible size {_short(size)} for {path!r}")
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise self.fail(f"has a malformed digest for {path!r}")
-        if type(mtime_ns) is not int or not 0 <= mtime_ns < 1 << 63:
-            raise self.fail(f"has the impossible mtime_ns {mtime_ns!r} for {path!r}")
+        if type(mtime_ns) is not int or not -1 << 63 <= mtime_ns < 1 << 63:  # before 1970 is odd, not wrong
+            raise self.fail(f"has the impossible mtime_ns {_short(mtime_ns)} for {path!r}")
         return FileEntry(path, size, digest, mtime_ns)
 
     def removed(self, value: object) -> frozenset[str]:
@@ -214,7 +231,7 @@ class _Checker:
             and count >= 0
         ):
             return LayerRef(name, digest, count)
-        raise self.fail(f"refers to the malformed layer {str(item)[:200]}")
+        raise self.fail(f"refers to the malformed layer {_short(item)}")
 
 
 def check_no_file_is_a_directory(manifest: Manifest, where: str) -> Manifest:
@@ -293,7 +310,7 @@ def _difference(old: Mapping[str, FileEntry], new: Mapping[str, FileEntry]) -> C
     return Changes(entries, frozenset(old.keys() - new.keys()))
 
 
-def _without_void(changes: Changes, has_layers: bool) -> Changes:  # noqa: FBT001
+def _without_void(changes: Changes, has_layers: bool) -> Changes:
     """A removal means nothing where no layer lies below."""
     return changes if has_layers or not changes.removed else Changes(changes.entries)
 

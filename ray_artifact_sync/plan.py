@@ -148,7 +148,7 @@ class _Planner:
         states: Mapping[str, PathState],
         pinned: Sequence[Manifest],
         preserved: Collection[str],
-        can_append: bool,  # noqa: FBT001
+        can_append: bool,
     ) -> None:
         self.head = head
         self.states = states
@@ -167,15 +167,10 @@ class _Planner:
             same = entry is not None and entry.is_dir
             self.unchanged.append(entry if same and entry else FileEntry(path, 0, "", is_dir=True))
             return
-        if (
-            entry is not None
-            and not entry.is_dir
-            and file.digest == entry.digest
-            and file.size == entry.size
-            and state is not None
-            and state.holds(entry.size, entry.digest)
-        ):
-            self.unchanged.append(entry)
+        if state is not None and file.digest is not None and state.holds(file.size, file.digest):
+            # Not in the head where an earlier sync sent it and could not commit: nothing to send again.
+            seen = FileEntry(path, file.size, file.digest, file.mtime_ns)
+            self.unchanged.append(entry if entry is not None and entry.same_content(seen) else seen)
             return
         transfer = self.transfer(path, file, entry, state)
         self.transfers.append(transfer)
@@ -227,11 +222,11 @@ class _Planner:
         sending = {transfer.path for transfer in self.transfers}
         if not sending:
             return
-        parents = {parent for path in sending for parent in _parents(path)}
-        for path in parents & self.states.keys():
+        directories = {parent for path in sending for parent in parents(path)}
+        for path in directories & self.states.keys():
             self.give_way(path, "a file is a directory now")
         for path in self.states.keys() - local.keys():
-            if not sending.isdisjoint(_parents(path)):
+            if not sending.isdisjoint(parents(path)):
                 self.give_way(path, "its directory is a file now")
 
     def ordered_transfers(self) -> tuple[Transfer, ...]:
@@ -251,7 +246,8 @@ class _Planner:
         self.removes.append(Remove(path, reason))
 
 
-def _parents(path: str) -> list[str]:
+def parents(path: str) -> list[str]:
+    """The directories that a path lies in, the outermost first."""
     parts = path.split("/")
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
@@ -333,14 +329,12 @@ def plan_restore(
             )
             fills.append(Fill(entry, entry.path if known else None))
     file_paths = {entry.path for entry in snapshot if not entry.is_dir}
-    needed_dirs = {parent for entry in snapshot for parent in _parents(entry.path)} | set(make_dirs)
+    needed_dirs = {parent for entry in snapshot for parent in parents(entry.path)} | set(make_dirs)
     set_aside = []
     for path, file in local.items():
-        blocks = path in needed_dirs if not file.is_dir else path in file_paths
-        inside_a_file = not file_paths.isdisjoint(_parents(path))
-        unlisted = path not in file_paths and not file.is_dir and not keep_unlisted
-        if blocks and file.is_dir:
-            continue  # an empty directory where a file must be: the fill removes it
-        if blocks or inside_a_file or unlisted:
+        if file.is_dir:
+            continue  # empty; a fill that needs its place removes it
+        unlisted = path not in file_paths and not keep_unlisted
+        if unlisted or path in needed_dirs or not file_paths.isdisjoint(parents(path)):
             set_aside.append(path)
     return RestorePlan(tuple(fills), tuple(keeps), tuple(make_dirs), tuple(set_aside))

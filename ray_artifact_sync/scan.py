@@ -34,7 +34,7 @@ class Scan:
     skips: tuple[Skip, ...] = ()
 
 
-def take_all(_path: str, _is_dir: bool) -> Skip | None:  # noqa: FBT001
+def take_all(_path: str, _is_dir: bool) -> Skip | None:
     """The rule that skips nothing."""
     return None
 
@@ -78,9 +78,7 @@ class _Walk:
                 continue
             if not entries and prefix:
                 self.empty_dirs.append(prefix)
-            for entry in entries:
-                if child := self.child(entry, prefix):
-                    pending.append(child)
+            pending.extend(child for entry in entries if (child := self.child(entry, prefix)))
 
     def child(self, entry: os.DirEntry[str], prefix: str) -> tuple[str, str] | None:
         """Records one directory entry; returns a directory to go into."""

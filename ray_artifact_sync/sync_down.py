@@ -98,6 +98,11 @@ class RestorePass:
         leftovers, places = self.leftovers(wanted, leftover_dirs)
         plan = plan_restore(wanted, local, leftovers, keep_unlisted=self.keep_unlisted)
         self.working_dir.set_aside(plan.set_aside)
+        if not self.keep_unlisted:
+            unlisted = {path for path, file in local.items() if file.is_dir} | {
+                os.path.dirname(path) for path in plan.set_aside
+            }
+            self.working_dir.remove_empty_dirs(unlisted.difference(plan.make_dirs))
         for path in plan.make_dirs:
             self.working_dir.make_dir(path)
         # Directories first, one thread: two fills that make the same parent would race.

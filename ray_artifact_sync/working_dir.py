@@ -172,6 +172,15 @@ class WorkingDir:
             with suppress(FileNotFoundError):
                 os.rename(self.local_path(path), target)
 
+    def remove_empty_dirs(self, paths: Iterable[str]) -> None:
+        """Removes directories that are empty, and parents that this leaves empty; an empty one would be an artifact."""
+        for path in sorted(paths, key=len, reverse=True):
+            current = path
+            with suppress(OSError):  # not empty, or no directory any more
+                while current:
+                    os.rmdir(self.local_path(current))
+                    current = os.path.dirname(current)
+
     def fill(self, entry: FileEntry, chunks: Iterable[Buffer]) -> None:
         """Gives a file the content of `chunks`, in place: the inode stays, so that open handles go on working.
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3_servers import MotoServer, RcloneServer, filesystem_at, uri_at
+
+# pyarrow >= 20 sends parts as aws-chunked without a Content-Length, which some S3-compatible servers (rclone's among
+# them) answer with 411. Read when pyarrow's S3 client starts, here and in Ray's workers.
+os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
 
 
 @pytest.fixture(scope="session")

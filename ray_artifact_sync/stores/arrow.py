@@ -49,12 +49,13 @@ _OBJECT_STORES = frozenset(("s3", "s3a", "gcs", "gs", "abfs", "abfss", "az", "ad
 _TRANSIENT_TEXT = re.compile(
     r"(?i)slow.?down|throttl|too many requests|service.?unavailable|internal.?(error|failure)"
     r"|time(d)?.?out|network.?connection|connection (reset|refused|closed|aborted)|curlcode"
-    r"|broken pipe|request_limit_exceeded|\b(429|500|502|503|504)\b"
+    r"|broken pipe|request_limit_exceeded|(http|status|code)\D{0,12}(429|500|502|503|504)\b"
 )
 _REFUSED_TEXT = re.compile(
     r"(?i)access.?denied|permission.?denied|forbidden|unauthori[sz]ed|invalid.?access.?key"
-    r"|signature.?does.?not.?match|signature_|expired.?token|\b(401|403)\b"
+    r"|signature.?does.?not.?match|signature_|expired.?token|(http|status|code)\D{0,12}(401|403)\b"
 )
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _MISSING_TEXT = re.compile(r"(?i)path does not exist|no such (file|key)|nosuchkey|not.?found")
 
 
@@ -410,8 +411,10 @@ def storage_error(error: Exception, what: str, path: str) -> StorageError:
     text = str(error)
     message = f"{what}: {scrub(text) or type(error).__name__}"
     code = getattr(error, "errno", None)
-    # The words of the answer, not the names in it: a file may be called `503`.
-    words = text.replace(path, "")
+    # The words of the answer, not the names in it: a file may be called `access denied`.
+    words = _QUOTED.sub("", text.replace(path, ""))
+    if isinstance(error, FileNotFoundError):
+        return ArtifactNotFoundError(message, path=path)
     if isinstance(error, PermissionError) or _REFUSED_TEXT.search(words):
         return StoragePermissionError(message, path=path)
     transient = (
@@ -421,7 +424,7 @@ def storage_error(error: Exception, what: str, path: str) -> StorageError:
     )
     if transient:
         return StorageError(message, retryable=True, path=path)
-    if isinstance(error, FileNotFoundError) or _MISSING_TEXT.search(words):
+    if _MISSING_TEXT.search(words):
         return ArtifactNotFoundError(message, path=path)
     return StorageError(message, path=path)
 

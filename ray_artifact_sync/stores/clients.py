@@ -55,7 +55,7 @@ class ClientSpec:
 
     kind: Literal["S3", "GCS", "Azure"]
     bucket: str
-    config: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
     secret: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
     place: str = ""

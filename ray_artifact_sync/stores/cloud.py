@@ -42,6 +42,7 @@ from ray_artifact_sync.stores.common import (
     slices,
     take,
 )
+from ray_artifact_sync.stores.feed import Feed
 
 SMALL = 8 * 1024 * 1024
 """Bytes up to which a file is one PUT; also the smallest part of a multipart upload."""
@@ -100,6 +101,7 @@ class CloudStore(ArtifactStore):
         self.description = description or f"object store prefix {self.root!r}"
         self.can_precondition = None
         self._part_concurrency = part_concurrency
+        self._ignores_ranges = False  # until this server is caught at it
         self._needs_version = type(client).__name__ == "GCSStore"
 
     def stat(self, path: str) -> StoredFile | None:
@@ -116,7 +118,7 @@ class CloudStore(ArtifactStore):
         folders: set[str] = set()
         empty: Files = []
         with self._errors("list", prefix or "."):
-            for batch in obstore.list(self.client, self._key(prefix) or None, chunk_size=1_000):
+            for batch in obstore.list(self.client, self._folder(prefix), chunk_size=1_000):
                 for meta in batch:
                     file = _stored(self._relative(meta["path"]), meta)
                     folders.add(file.path.rpartition("/")[0])
@@ -135,7 +137,7 @@ class CloudStore(ArtifactStore):
 
     def list_files(self, prefix: str = "") -> Files:
         """See `ArtifactStore.list_files`."""
-        own_marker = self._key(check_prefix(prefix))
+        own_marker = self._folder(check_prefix(prefix))
         return sorted(
             (
                 _stored(self._relative(meta["path"]), meta)
@@ -160,13 +162,14 @@ class CloudStore(ArtifactStore):
         end = None if length is None else start + length
         etag: str | None = None
         while end is None or start < end:
-            response = self._get(path, start, end, etag)
-            if response is None:
+            got = self._get(path, start, end, etag)
+            if got is None:
                 return
+            response, skip = got
             size, etag = response.meta["size"], response.meta["e_tag"]
             end = size if end is None else min(end, size)
-            stop = min(end, start + _WINDOW)
-            for chunk in self._stream(response, path, stop - start, chunk_size):
+            stop = end if self._ignores_ranges else min(end, start + _WINDOW)
+            for chunk in self._stream(response, path, skip, stop - start, chunk_size):
                 start += byte_length(chunk)
                 yield chunk
             if start < stop:
@@ -242,24 +245,31 @@ class CloudStore(ArtifactStore):
     # --- writing ---------------------------------------------------------------------------------
 
     def _put_parts(self, path: str, chunks: Iterable[Buffer], size_hint: int) -> StoredFile:
-        source = _Source(chunks)
-        try:
+        """A multipart upload: the caller's iterable runs here, obstore in a thread of its own.
+
+        obstore would run the iterable inside of its own runtime, where no other call of obstore
+        works (a stream that is read from a store could not be written to one).
+        """
+        feed = Feed()
+
+        def upload() -> Any:
             with self._errors("write", path):
-                result = obstore.put(
+                return obstore.put(
                     self.client,
                     self._key(path),
-                    source,
+                    feed,
                     use_multipart=True,
                     chunk_size=part_size(size_hint),
                     max_concurrency=self._part_concurrency,
                 )
-        except BaseException:
-            if source.raised is not None:
-                # obstore has aborted the upload. What the caller's own iterable raised is for
-                # the caller to see, whatever it was wrapped in on the way.
-                raise source.raised from None
-            raise
-        return StoredFile(path, source.size, _quoted(result["e_tag"]))
+
+        size = 0
+        with feed.consumer(upload) as result:
+            for chunk in chunks:
+                if not feed.send(chunk):
+                    break
+                size += byte_length(chunk)
+        return StoredFile(path, size, _quoted(result()["e_tag"]))
 
     def _mode(self, path: str, if_match: str | None, *, if_absent: bool) -> Any:
         if self.can_precondition is False:
@@ -287,42 +297,52 @@ class CloudStore(ArtifactStore):
             raise ArtifactNotFoundError(f"There is no file {path!r} in {self.description}.", path=path)
         return found
 
-    def _get(self, path: str, start: int, end: int | None, etag: str | None) -> Any:
-        """One GET of `[start, end)` or its first window; None if the file ends before `start`."""
-        if start == 0 and end is None:
-            return self._request(path, {})
-        wanted = (start, start + _WINDOW if end is None else min(end, start + _WINDOW))
-        options: dict[str, Any] = {"range": wanted}
-        if etag:
-            options["if_match"] = etag
+    def _get(self, path: str, start: int, end: int | None, etag: str | None) -> tuple[Any, int] | None:
+        """One GET of `[start, end)` or its first window.
+
+        Returns:
+            The response and how many of its first bytes lie before `start`; None if the file ends
+            there.
+        """
+        if self._ignores_ranges or (start == 0 and end is None):
+            return self._request(path, {}), start
+        stop = start + _WINDOW if end is None else min(end, start + _WINDOW)
+        options: dict[str, Any] = {"if_match": etag} if etag else {}
         try:
-            return self._request(path, options)
+            return self._request(path, {**options, "range": (start, stop)}), 0
         except PreconditionFailedError as error:
             raise StorageError(
                 f"{path!r} in {self.description} was replaced while it was read.",
                 retryable=True,
                 path=path,
             ) from error
-        except ArtifactNotFoundError:
+        except (ArtifactNotFoundError, StoragePermissionError):
             raise
-        except StorageError:
-            # A range that ends beyond the file: some servers refuse it, some answer with all.
+        except StorageError as error:
+            if "non-partial response" in str(error):
+                # Some S3-compatible servers answer 200 where 206 is due: read past the beginning.
+                self._ignores_ranges = True
+                return self._request(path, options), start
+            # A range that begins beyond the end, or on some servers one that only ends there.
             size = self._require(path).size
             if start >= size:
                 return None
-            if wanted[1] <= size:
+            if stop <= size:
                 raise
-            return self._request(path, {**options, "range": (start, size)})
+            return self._request(path, {**options, "range": (start, size)}), 0
 
     def _request(self, path: str, options: dict[str, Any]) -> Any:
         with self._errors("read", path):
             return obstore.get(self.client, self._key(path), options=options)
 
-    def _stream(self, response: Any, path: str, length: int, chunk_size: int) -> Iterator[Buffer]:
-        """The first `length` bytes of a response; the rest is not fetched."""
+    def _stream(self, response: Any, path: str, skip: int, length: int, chunk_size: int) -> Iterator[Buffer]:
+        """`length` bytes of a response after the first `skip`; the rest is not fetched."""
         with self._errors("read", path):
-            for piece in response.stream(min_chunk_size=min(chunk_size, length) or 1):
-                chunk = memoryview(piece)[:length]
+            for piece in response.stream(min_chunk_size=max(1, min(chunk_size, length))):
+                chunk = memoryview(piece)
+                skipped = min(skip, chunk.nbytes)
+                skip -= skipped
+                chunk = chunk[skipped : skipped + length]
                 length -= chunk.nbytes
                 if chunk.nbytes:
                     yield chunk
@@ -332,7 +352,7 @@ class CloudStore(ArtifactStore):
     def _children(self, prefix: str) -> Any:
         prefix = check_prefix(prefix)
         with self._errors("list", prefix or "."):
-            return obstore.list_with_delimiter(self.client, self._key(prefix) or None)
+            return obstore.list_with_delimiter(self.client, self._folder(prefix))
 
     def _without_markers(self, empty: Files, folders: set[str]) -> Iterator[StoredFile]:
         """Drops directory markers, which obstore lists as if they were empty files.
@@ -352,7 +372,10 @@ class CloudStore(ArtifactStore):
     # --- names and errors ------------------------------------------------------------------------
 
     def _key(self, path: str) -> str:
-        return join(self.root, check_path(path) if path else "")
+        return join(self.root, check_path(path))
+
+    def _folder(self, prefix: str) -> str | None:
+        return join(self.root, prefix) or None
 
     def _relative(self, key: str) -> str:
         return key[len(self.root) + 1 :] if self.root else key
@@ -367,31 +390,6 @@ class CloudStore(ArtifactStore):
                 raise
             # Not `from error`: obstore's text may hold a signed URL, and tracebacks show causes.
             raise storage_error(error, f"Cannot {verb} {path!r} in {self.description}", path) from None
-
-
-class _Source:
-    """An iterable's chunks on their way into obstore, with what went wrong in it and its size."""
-
-    def __init__(self, chunks: Iterable[Buffer]) -> None:
-        self._chunks = iter(chunks)
-        self.raised: BaseException | None = None
-        self.size = 0
-
-    def __iter__(self) -> _Source:
-        return self
-
-    def __next__(self) -> Buffer:
-        try:
-            chunk = next(self._chunks)
-            while not byte_length(chunk):
-                chunk = next(self._chunks)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.raised = error
-            raise
-        self.size += byte_length(chunk)
-        return chunk
 
 
 def part_size(size_hint: int) -> int:

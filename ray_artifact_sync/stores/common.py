@@ -33,13 +33,13 @@ _TMP_PREFIX = f"{TMP}/"
 
 # What may carry a secret in a client's message: a signed URL's query, `key=value`, URL user info.
 _SECRETS = (
-    (re.compile(r"(?i)(https?://)[^/\\s@\"']+@"), r"\1***@"),
+    (re.compile(r"(?i)([a-z0-9]://)[^/\s@\"']+@"), r"\1***@"),
     (
         re.compile(
             r"(?i)\b(x-amz-[a-z-]*(?:signature|credential|token)|x-goog-signature|x-goog-credential"
             r"|signature|sig|awsaccesskeyid|access_?key(?:_?id)?|secret(?:_?access)?_?key"
             r"|session_?token|account_?key|sas_?token|access_?token|client_?secret|password)"
-            r"(\"?\s*[=:]\s*\"?)[^\s&\"'<>,)]+"
+            r"([\"']?\s*[=:]\s*[\"']?)[^\s&\"'<>,)]+"
         ),
         r"\1\2***",
     ),

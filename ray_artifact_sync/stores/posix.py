@@ -336,8 +336,8 @@ class PosixStore(ArtifactStore):
                 raise self._error(error, "write", path) from error
             try:
                 os.makedirs(folder, exist_ok=True)
-            except FileNotFoundError:
-                continue  # another process tidied an empty parent in between
+            except (FileNotFoundError, FileExistsError):
+                continue  # another thread tidied an empty parent in between
             except OSError as error:
                 raise self._error(error, "write", path) from error
         raise StorageError(
@@ -383,8 +383,10 @@ class PosixStore(ArtifactStore):
                 return
             try:
                 os.makedirs(os.path.dirname(target), exist_ok=True)
-            except FileNotFoundError:
-                continue  # a delete tidied an empty parent in between
+            except (FileNotFoundError, FileExistsError):
+                # A delete tidied an empty parent in between; makedirs calls that "exists" if it
+                # saw it at first. A file in the way shows itself at the next try.
+                continue
             except OSError as error:
                 raise self._error(error, "write", path) from error
         raise StorageError(

@@ -6,6 +6,9 @@ import pytest
 import ray
 from ray import cloudpickle
 
+from tests.integration.places import local_place, s3_place
+from tests.support.s3_servers import filesystem_at
+
 
 @pytest.fixture(scope="session")
 def ray_cluster():
@@ -17,13 +20,20 @@ def ray_cluster():
         include_dashboard=False,
         logging_level=logging.WARNING,
         log_to_driver=False,
-        runtime_env={"env_vars": {"RAY_AIR_NEW_OUTPUT": "0"}},
     )
     yield
     ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch):
+def _old_output(monkeypatch):
+    """Ray's new console output writes to the terminal whatever pytest captures."""
     monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
-    monkeypatch.setenv("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "0")
+
+
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])
+def place(request, tmp_path):
+    """Where a run stores: this machine's disk, and a real S3 server (through the proxy)."""
+    if request.param == "local":
+        return local_place(tmp_path)
+    return s3_place(tmp_path, filesystem_at(request.getfixturevalue("proxy").endpoint))

@@ -23,10 +23,12 @@ def once(marker: str) -> bool:
 
 
 class Logging(ArtifactSyncMixin, tune.Trainable):
-    """Eight steps; writes a line a step, binary files, and a file that is rewritten.
+    """Writes a line a step, binary files, and a file that is rewritten.
 
-    Config: `crash_at` (step), `crash` ("kill", "raise", "kill_before_step" ...), `wipe` (remove the working dir with
-    the crash, as when the trial moves to another node), `markers` (directory for once-only files), `open_in_setup`.
+    Config: `crash_at` (step) and `crash` ("kill" or "raise"), `wipe` (remove the working dir with the crash, as when
+    the trial moves to another node), `sync_first` (sync before the crash, as a periodic sync would), `markers`
+    (directory for once-only files), `open_in_setup`, `steps`, `wait_at` (step; waits there for the file
+    `markers/go_on`), `kill_in_save` (n: die at the end of the n-th save, after everything was uploaded).
     """
 
     steps = 8
@@ -34,8 +36,12 @@ class Logging(ArtifactSyncMixin, tune.Trainable):
     def setup(self, config: dict) -> None:
         self.cfg = config
         self.n = 0
+        self.saves = 0
         self.log = open("log.txt", "a", buffering=1) if config.get("open_in_setup") else None
         Path("setup.txt").write_text("written in setup\n")
+
+    def mark(self, name: str, text: str = "") -> None:
+        Path(self.cfg["markers"], name).write_text(text)
 
     def write_line(self) -> None:
         if self.log is not None:
@@ -54,7 +60,17 @@ class Logging(ArtifactSyncMixin, tune.Trainable):
         print(f"printed in step {self.n}", flush=True)
         if self.n == self.cfg.get("crash_at") and once(f"{self.cfg['markers']}/crash"):
             self.crash()
+        if self.n == self.cfg.get("wait_at"):
+            self.wait_for_go_on()
         return {"n": self.n, "done": self.n >= self.cfg.get("steps", self.steps)}
+
+    def wait_for_go_on(self) -> None:
+        import time
+
+        self.artifacts.sync()
+        self.mark("waiting", str(os.getpid()))
+        while not Path(self.cfg["markers"], "go_on").exists():
+            time.sleep(0.02)
 
     def crash(self) -> None:
         if self.cfg.get("sync_first"):
@@ -62,20 +78,99 @@ class Logging(ArtifactSyncMixin, tune.Trainable):
         if self.cfg.get("crash") == "raise":
             Path("raised.txt").write_text(f"written in the step that raised: {self.n}\n")
             raise RuntimeError("crash on command")
+        self.die()
+
+    def die(self) -> None:
         if self.cfg.get("wipe"):
             shutil.rmtree(self.logdir)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(self, *args, **kwargs):
+        saved = super().save(*args, **kwargs)
+        self.saves += 1
+        if self.saves == self.cfg.get("kill_in_save") and once(f"{self.cfg['markers']}/kill_in_save"):
+            self.die()
+        return saved
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         Path(checkpoint_dir, "n").write_text(str(self.n))
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.n = int(Path(checkpoint_dir, "n").read_text())
-        seen = Path("log.txt").read_text() if Path("log.txt").exists() else ""
-        Path(f"{self.cfg['markers']}/log_at_restore").write_text(seen)
-        shutil.copyfile("rewritten.txt", f"{self.cfg['markers']}/rewritten_at_restore")
+        self.mark("log_at_restore", Path("log.txt").read_text() if Path("log.txt").exists() else "")
+        self.mark("rewritten_at_restore", Path("rewritten.txt").read_text() if Path("rewritten.txt").exists() else "")
+        self.mark("files_at_restore", "\n".join(sorted(os.listdir("."))))
+
+    def reset_config(self, new_config: dict) -> bool:
+        if self.log is not None:
+            self.log.close()
+        self.setup(new_config)
+        return True
 
     def cleanup(self) -> None:
         Path("cleanup.txt").write_text("written in cleanup\n")
         if self.log is not None:
             self.log.close()
+
+
+class Reusable(Logging):
+    """Writes a file that names the trial; its actor is used for several trials."""
+
+    steps = 3
+
+    def setup(self, config: dict) -> None:
+        super().setup(config)
+        Path("who.txt").write_text(f"{config['who']}\n")
+        Path(f"only_{config['who']}.txt").write_text("x")
+
+
+class Exploited(ArtifactSyncMixin, tune.Trainable):
+    """For PBT: the trial with the low score is told to take over the other's checkpoint."""
+
+    def setup(self, config: dict) -> None:
+        self.cfg = config
+        self.n = 0
+        self.model = str(config["score"])
+
+    def step(self) -> dict:
+        self.n += 1
+        with open("own.txt", "a") as file:
+            file.write(f"{self.trial_id} {self.n} {self.model}\n")
+        if self.cfg.get("crash_after_exploit") and self.model != self.born and once(f"{self.cfg['markers']}/crash"):
+            self.artifacts.sync()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"score": self.cfg["score"] + self.n, "n": self.n, "done": self.n >= 12}
+
+    @property
+    def born(self) -> str:
+        return str(self.cfg["score"])
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "model").write_text(f"{self.n} {self.model}")
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        n, self.model = Path(checkpoint_dir, "model").read_text().split()
+        self.n = int(n)
+
+    def reset_config(self, new_config: dict) -> bool:
+        self.cfg = new_config
+        return True
+
+
+class Plain(tune.Trainable):
+    """No mixin: what `SyncConfig(syncer=...)` alone gives."""
+
+    def setup(self, config: dict) -> None:
+        self.n = 0
+
+    def step(self) -> dict:
+        self.n += 1
+        with open("log.txt", "a") as file:
+            file.write(f"{self.n}\n")
+        return {"n": self.n, "done": self.n >= 3}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "n").write_text(str(self.n))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.n = int(Path(checkpoint_dir, "n").read_text())

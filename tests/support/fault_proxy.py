@@ -121,7 +121,7 @@ class FaultProxy:
         self._rules: list[Rule] = []
         self._lock = threading.Lock()
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._upstreams: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
         self._ready = threading.Event()
@@ -178,9 +178,7 @@ class FaultProxy:
         """
         return self._add(Rule(kind, path, "reset", after=after, times=times, forward=forward))
 
-    def hang(
-        self, kind: str | None = None, path: str | None = None, *, times: int | None = None
-    ) -> Rule:
+    def hang(self, kind: str | None = None, path: str | None = None, *, times: int | None = None) -> Rule:
         """Holds requests back until `Rule.release` or `clear`; then they go to the server."""
         return self._add(Rule(kind, path, "hang", times=times))
 
@@ -260,10 +258,11 @@ class FaultProxy:
                 task.cancel()
             pending = asyncio.all_tasks(self._loop)
             self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-            for _, writer in self._idle:
+            for writer in self._upstreams:
                 writer.transport.abort()
             # Transports close in the next rounds of the loop.
-            self._loop.run_until_complete(asyncio.sleep(0))
+            for _ in range(3):
+                self._loop.run_until_complete(asyncio.sleep(0))
             self._loop.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -314,8 +313,7 @@ class FaultProxy:
             if kind == "marker" and self.answer_markers:
                 await _discard(reader, length, chunked=chunked)
                 writer.write(
-                    b'HTTP/1.1 200 OK\r\nETag: "d41d8cd98f00b204e9800998ecf8427e"\r\n'
-                    b"Content-Length: 0\r\n\r\n"
+                    b'HTTP/1.1 200 OK\r\nETag: "d41d8cd98f00b204e9800998ecf8427e"\r\nContent-Length: 0\r\n\r\n'
                 )
                 await writer.drain()
                 return True
@@ -349,15 +347,34 @@ class FaultProxy:
         chunked: bool,
         rule: Rule | None,
     ) -> bool:
-        up_reader, up_writer, response = await self._exchange(
-            reader, head, kind, length, chunked=chunked
-        )
+        up_reader, up_writer, response = await self._exchange(reader, head, kind, length, chunked=chunked)
+        try:
+            return await self._relay(up_reader, up_writer, writer, response, method=method, kind=kind, rule=rule)
+        except BaseException:
+            up_writer.transport.abort()
+            raise
+
+    async def _relay(
+        self,
+        up_reader: asyncio.StreamReader,
+        up_writer: asyncio.StreamWriter,
+        writer: asyncio.StreamWriter,
+        response: bytes,
+        *,
+        method: str,
+        kind: str,
+        rule: Rule | None,
+    ) -> bool:
+        """Passes the server's answer on."""
         while response.startswith(b"HTTP/1.1 100"):
             response = await up_reader.readuntil(b"\r\n\r\n")
         if rule and rule.action == "reset":
             up_writer.transport.abort()
             return False
         status, headers = _parse_response(response)
+        if status == 200 and "content-range" in headers:
+            # rclone's server says 200 where a cloud says 206, and strict clients refuse that.
+            response = response.replace(b" 200 OK", b" 206 Partial Content", 1)
         writer.write(response)
         size = _body_length(method, status, headers)
         keep = headers.get("connection", "").lower() != "close"
@@ -411,12 +428,16 @@ class FaultProxy:
                 if fresh:
                     raise
                 continue
-            async for piece in _request_body(reader, length, chunked=chunked):
-                up_writer.write(piece)
-                with self._lock:
-                    self.bytes_in[kind] += len(piece)
-                await up_writer.drain()
-            return up_reader, up_writer, await up_reader.readuntil(b"\r\n\r\n")
+            try:
+                async for piece in _request_body(reader, length, chunked=chunked):
+                    up_writer.write(piece)
+                    with self._lock:
+                        self.bytes_in[kind] += len(piece)
+                    await up_writer.drain()
+                return up_reader, up_writer, await up_reader.readuntil(b"\r\n\r\n")
+            except BaseException:
+                up_writer.transport.abort()
+                raise
         raise AssertionError
 
     async def _connect(self, *, fresh: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -426,7 +447,10 @@ class FaultProxy:
                 return reader, writer
             writer.transport.abort()
         host, port = self._upstream
-        return await asyncio.open_connection(host, port, limit=_LIMIT)
+        reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
+        self._upstreams = {one for one in self._upstreams if not one.transport.is_closing()}
+        self._upstreams.add(writer)
+        return reader, writer
 
 
 def classify(method: str, target: str, headers: dict[str, str], length: int) -> Kind:
@@ -540,7 +564,6 @@ def _error(status: int, code: str, method: str) -> bytes:
         "<Message>injected by the test</Message></Error>"
     ).encode()
     head = (
-        f"HTTP/1.1 {status} Injected\r\nContent-Type: application/xml\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"HTTP/1.1 {status} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
     return head if method == "HEAD" else head + body

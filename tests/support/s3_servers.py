@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -72,6 +73,11 @@ def environment() -> dict[str, str]:
     }
 
 
+def _end_with_parent() -> None:
+    """Asks the kernel to end the server when the tests are killed, too."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 class S3Server:
     """One server process with one bucket; a context manager.
 
@@ -103,7 +109,11 @@ class S3Server:
         self.endpoint = f"http://127.0.0.1:{port}"
         log = open(os.path.join(self.directory, "server.log"), "wb")  # noqa: SIM115
         self.process = subprocess.Popen(
-            self.command(port), stdout=log, stderr=log, start_new_session=True
+            self.command(port),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
         )
         log.close()
         atexit.register(self.stop)
@@ -179,9 +189,6 @@ class RcloneServer(S3Server):
             f"{self.key},{self.secret}",
             "--addr",
             f"127.0.0.1:{port}",
-            # Changes are seen at once, and nothing is fsynced.
-            "--dir-cache-time",
-            "0s",
             "--config",
             os.devnull,
             self.data,
