@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ray_artifact_sync.errors import (
         WorkerDiedError as WorkerDiedError,
     )
+    from ray_artifact_sync.function import with_artifacts as with_artifacts
     from ray_artifact_sync.registry import ArtifactRegistry as ArtifactRegistry
     from ray_artifact_sync.session import TrialArtifacts as TrialArtifacts
     from ray_artifact_sync.syncer import ArtifactSyncer as ArtifactSyncer
@@ -84,6 +85,7 @@ _HOMES = {
     "TrialArtifacts": "session",
     "ArtifactSyncer": "syncer",
     "ArtifactSyncMixin": "trainable",
+    "with_artifacts": "function",
     "RemoteUploader": "uploader",
 }
 

@@ -69,12 +69,18 @@ class ByteBudget:
         self._changed = threading.Condition()
 
     @contextmanager
-    def hold(self, size: int) -> Iterator[None]:
-        """Waits until `size` bytes (at most the whole budget) are free, and holds them."""
+    def hold(self, size: int, deadline: Deadline | None = None) -> Iterator[None]:
+        """Waits until `size` bytes (at most the whole budget) are free, and holds them.
+
+        Raises:
+            SyncTimeoutError: The deadline passed: those who hold the budget hang.
+        """
         size = min(size, self._total)
         with self._changed:
             while self._free < size:
-                self._changed.wait()
+                self._changed.wait(1.0)
+                if deadline is not None:
+                    deadline.check()
             self._free -= size
         try:
             yield
@@ -160,8 +166,9 @@ class Operation:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Makes the call (on the operation thread)."""
+        """Makes the call (on the operation thread), unless it is too late for it."""
         try:
+            self.deadline.check()
             self._result = self._call(self.deadline)
         except BaseException as error:
             self._error = error
@@ -240,5 +247,4 @@ class OperationThread:
                     self._changed.wait()
                 operation = self._queue.pop(0)
                 self._busy = True
-            if operation.deadline.remaining() != 0.0:
-                operation.run()
+            operation.run()

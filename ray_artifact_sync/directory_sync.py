@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -110,10 +110,11 @@ class DirectorySync:
             return ManifestStack()
         self._layers = {ref.name for ref in stack.refs}
         if self._verify_remote:
-            head_time = self._request(lambda: self.store.stat(layout.MANIFEST), deadline, "Reading the manifest")
-            for file in self._request(lambda: list(self.store.list()), deadline, "Listing the remote directory"):
+            listed = self._request(lambda: list(self.store.list()), deadline, "Listing the remote directory")
+            head = _manifest_in(listed)
+            for file in listed:
                 entry = stack.manifest.get(file.path)
-                if entry is not None and entry.size == file.size and not _is_newer(file, head_time):
+                if entry is not None and entry.size == file.size and not _is_newer(file, head):
                     self._mirror.states[file.path] = PathState(entry.size, entry.digest, own=False, etag=file.etag)
         self._mirror.head = stack.manifest
         return stack
@@ -136,6 +137,11 @@ def _on_top(old: Mapping[str, FileEntry], new: Mapping[str, FileEntry]) -> dict[
     directories = {parent for path in new for parent in parents(path)}
     kept = {path: entry for path, entry in old.items() if path not in directories and files.isdisjoint(parents(path))}
     return {**kept, **new}
+
+
+def _manifest_in(listed: Iterable[StoredFile]) -> StoredFile | None:
+    """The manifest as the same listing shows it: elsewhere, its time can have another resolution (HEAD: seconds)."""
+    return next((file for file in listed if file.path == layout.MANIFEST), None)
 
 
 def _is_newer(file: StoredFile, head: StoredFile | None) -> bool:
@@ -165,14 +171,11 @@ def sync_directory_down(
         return call_with_retries(call, retries=options.retries, deadline=deadline, what=what)
 
     listed = _listed(store, request)
-    files = [
-        file
-        for file in request(lambda: list(store.list()), "Listing the remote directory")
-        if not layout.is_reserved(file.path) and rule(file.path, False) is None
-    ]
+    found = request(lambda: list(store.list()), "Listing the remote directory")
+    head = _manifest_in(found)
+    files = [file for file in found if not layout.is_reserved(file.path) and rule(file.path, False) is None]
     if not files and listed is None:
         raise ArtifactNotFoundError(f"There is nothing at {store.description}.")
-    head = request(lambda: store.stat(layout.MANIFEST), "Reading the manifest") if listed is not None else None
     local = scan_tree(local_dir).files
     os.makedirs(local_dir, exist_ok=True)
     failures: dict[str, BaseException] = {}

@@ -48,6 +48,10 @@ class ManifestError(ArtifactSyncError, ValueError):
     """A manifest, snapshot or writer file is damaged, hostile, or of an unknown format version."""
 
 
+class UnknownFormatError(ManifestError):
+    """A document of a format version that this release does not know; a newer one wrote it, nothing is wrong with it."""
+
+
 class ArtifactConflictError(ArtifactSyncError):
     """Two writers claim the same thing: a newer attempt owns the trial, or ranks disagree on a path."""
 

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.entries import FileEntry, Manifest, validate_path
-from ray_artifact_sync.errors import InvalidPathError, ManifestError
+from ray_artifact_sync.errors import InvalidPathError, ManifestError, UnknownFormatError
 
 FORMAT = 1
 INLINE_ENTRIES = 128
@@ -133,7 +133,7 @@ def decode(data: bytes, *, kind: str, where: str) -> Document:
     if not isinstance(body, dict) or body.get("kind") != kind:
         raise ManifestError(f"{where} is not a {kind} of ray-artifact-sync.")
     if type(version := body.get("format")) is not int or version != FORMAT:
-        raise ManifestError(
+        raise UnknownFormatError(
             f"{where} has format version {_short(version)}; this release reads version {FORMAT}. "
             "Install a newer ray-artifact-sync."
         )

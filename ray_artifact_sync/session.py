@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -23,7 +23,9 @@ from ray_artifact_sync.errors import (
     ArtifactConflictError,
     ArtifactSyncError,
     IncompleteSyncError,
+    ManifestError,
     SyncTimeoutError,
+    UnknownFormatError,
 )
 from ray_artifact_sync.manifest import ManifestStack
 from ray_artifact_sync.options import SyncOptions
@@ -107,6 +109,7 @@ class TrialArtifacts:
         self._stop_ticking = threading.Event()
         self._cache = HashCache()
         self._known = _Storage()
+        self._patience = self.options.predecessor_wait
         self._begun = self._closed = self._opened = False
         self._said: set[tuple[str, str]] = set()
         self._last_failure = ""
@@ -183,7 +186,6 @@ class TrialArtifacts:
                 raise
             except ArtifactSyncError as error:
                 failure = error
-                self._note_failure(error)
         if failure is None:
             return True
         if self.options.on_error == "raise":
@@ -274,8 +276,8 @@ class TrialArtifacts:
 
     def _learn(self, deadline: Deadline) -> _Storage:
         inventory = self.trial.inventory()
-        head = self.trial.head() or ManifestStack()
-        known = _Storage(stack=head, aside=head.manifest, inventory=inventory)
+        head = self._head()
+        known = _Storage(stack=head, inventory=inventory)
         counted = [
             name
             for name in inventory.snapshots
@@ -287,8 +289,14 @@ class TrialArtifacts:
             if snapshot is not None:
                 known.retained[name] = snapshot
 
+        def load_exploit(key: str) -> None:
+            stack = self.trial.exploit(key)
+            if stack is not None:
+                known.exploits[key] = stack
+
         run_all(counted, load, workers=self.options.max_concurrency, deadline=deadline)
-        known.stale = {name: paths for name, paths in inventory.snapshots.items() if name not in known.retained}
+        run_all(inventory.exploits, load_exploit, workers=self.options.max_concurrency, deadline=deadline)
+        known.unregistered = frozenset(inventory.snapshots.keys() - set(counted))
         written = inventory.head_mtime_ns
         for manifest in known.pinned(history=self.options.history):
             for path in manifest.entries:
@@ -296,8 +304,27 @@ class TrialArtifacts:
                     known.mirror.states[path] = _state_from_listing(inventory, path, head.manifest.get(path), written)
         known.mirror.head = head.manifest
         referenced = known.referenced_digests()
-        known.mirror.preserved = {digest for digest in inventory.objects if digest in referenced}
+        known.trusted = {digest for digest in inventory.objects if digest in referenced}
+        known.mirror.preserved = set(known.trusted)
         return known
+
+    def _head(self) -> ManifestStack:
+        """The head; nothing in place of a damaged one, of which a copy is kept: checkpoints do not depend on it."""
+        try:
+            return self.trial.head() or ManifestStack()
+        except UnknownFormatError:
+            raise
+        except ManifestError as error:
+            copy = f"{layout.ASIDE}/{self.token}/damaged.json"
+            logger.error(
+                "%s Going on without the list of the newest artifacts (it is kept as %s); those of the checkpoints do not "
+                "depend on it.",
+                error,
+                self.trial.describe(copy),
+            )
+            with suppress(ArtifactSyncError):  # a copy for people; reading needs no write access
+                self.store.copy(layout.MANIFEST, copy)
+            return ManifestStack()
 
     def _sync_reported(self, deadline: Deadline) -> SyncReport:
         report = self._sync(deadline)
@@ -349,8 +376,8 @@ class TrialArtifacts:
 
     def _commit_now(self, manifest: Manifest) -> None:
         known = self._known
-        if not known.aside_written and len(known.aside) and known.stack.manifest is known.aside:
-            self._writer.write_record(layout.aside_path(self.token), known.stack)
+        if not known.aside_written and len(known.found.manifest) and known.stack is known.found:
+            self._writer.write_record(layout.aside_path(self.token), known.found)
             known.aside_written = True
         stack = self._writer.advance(known.stack, manifest)
         self._writer.commit_head(stack)
@@ -358,19 +385,23 @@ class TrialArtifacts:
         known.mirror.head = manifest
 
     def _remove_stale_snapshots(self, name: str, deadline: Deadline) -> None:
-        """A reused checkpoint directory must not show a snapshot of an earlier attempt as its own."""
+        """A reused checkpoint directory must not show an earlier snapshot as that of the new checkpoint."""
         self._open(deadline)
         self._check_writer()
-        stale = self._known.stale.pop(name, ())
+        known = self._known
+        stale = known.snapshots.get(name, ())
         if stale:
             self._request(lambda: self._writer.delete(stale), deadline, "Removing a stale snapshot")
+            del known.snapshots[name]
+            known.retained.pop(name, None)
 
     def _finish_checkpoint(self, name: str, stack: ManifestStack, deadline: Deadline) -> None:
         known = self._known
         self._request(lambda: self._writer.write_snapshot(stack, name), deadline, "Writing the snapshot")
         known.retained[name] = stack
+        known.snapshots[name] = (f"{name}/{layout.snapshot_name(self.token)}",)
         known.in_flight = None
-        known.exploit = None
+        known.exploits.clear()
         try:
             self._request(self._collect_garbage, deadline, "Collecting garbage")
         except ArtifactConflictError:
@@ -382,9 +413,10 @@ class TrialArtifacts:
         """Removes what no retained snapshot, no snapshot being written, nothing set aside and no head refers to."""
         known = self._known
         present = set(self.trial.checkpoints())
-        for name in [name for name in known.retained if name not in present]:
-            del known.retained[name]
-        garbage = known.garbage(self.token)
+        for name in known.snapshots.keys() - present:
+            del known.snapshots[name]
+            known.retained.pop(name, None)
+        garbage = known.garbage(self.token, self._writer.layers)
         if garbage:
             self._writer.delete(garbage)
             known.forget(garbage)
@@ -397,7 +429,8 @@ class TrialArtifacts:
         )
         exact = stack is not None
         if stack is None:
-            stack = known.stack
+            # Before the first step, a background sync may have committed what `setup()` wrote; that is not meant.
+            stack = known.found if fresh else known.stack
             logger.warning(
                 "Checkpoint %s of %s has no snapshot of its artifacts (an older run, or a failed sync); the newest "
                 "artifacts are restored, which may be newer than the checkpoint.",
@@ -415,13 +448,13 @@ class TrialArtifacts:
             self._sync(deadline)
         known = self._known
         key = blake3(f"{donor.store.description}\n{donor.name}\n{checkpoint}".encode()).hexdigest()[:32]
-        recorded = self.trial.exploit(key) if key in known.inventory.exploits else None
-        stack = recorded or known.stack
-        known.exploit = (key, stack)
+        recorded = known.exploits.get(key)
+        stack = recorded or (known.found if fresh else known.stack)
         if recorded is None:
             self._request(
                 lambda: self._writer.write_record(f"{layout.EXPLOITS}/{key}.json", stack), deadline, "Recording"
             )
+            known.exploits[key] = stack
             known.inventory = known.inventory.with_exploit(key)
         logger.info("%s took over %s of %s and keeps its own artifacts.", self.trial.name, checkpoint, donor.name)
         if not fresh:
@@ -434,9 +467,15 @@ class TrialArtifacts:
             logger.warning(
                 "%s of %s has no snapshot; %s keeps its own artifacts.", checkpoint, donor.name, self.trial.name
             )
-            return self._bring_back(self._known.stack, deadline, exact=False, fresh=fresh)
+            own = self._known.found if fresh else self._known.stack
+            return self._bring_back(own, deadline, exact=False, fresh=fresh)
         with self._exclusive(deadline):
-            return self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
+            try:
+                return self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
+            except IncompleteSyncError as error:
+                # The donor goes on training: what was at a path is among its objects now.
+                logger.info("Looking for preserved copies once more: %s", error)
+                return self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
 
     def _bring_back(self, stack: ManifestStack, deadline: Deadline, *, exact: bool, fresh: bool) -> RestoreReport:
         known = self._known
@@ -529,9 +568,17 @@ class TrialArtifacts:
 
     @contextmanager
     def _exclusive(self, deadline: Deadline) -> Iterator[None]:
-        with self._working_dir.locked(deadline.remaining()) as held:
+        left = deadline.remaining()
+        with self._working_dir.locked(self._patience if left is None else min(left, self._patience)) as held:
             if not held:
                 deadline.check()
+                if self._patience:
+                    logger.warning(
+                        "An earlier attempt holds the lock of %s and does not let go (stopped?); going on without it.",
+                        self._working_dir.root,
+                    )
+            # A process that was stopped while it held the lock must not stop its successor, nor delay it each time.
+            self._patience = self.options.predecessor_wait if held else 0.0
             self._working_dir.check()
             yield
 
@@ -604,28 +651,24 @@ class _Storage:
         self,
         *,
         stack: ManifestStack | None = None,
-        aside: Manifest | None = None,
         inventory: Inventory | None = None,
     ) -> None:
         self.stack = stack or ManifestStack()
-        self.aside = aside or Manifest()
+        self.found = self.stack  # the head that this attempt found
         self.aside_written = False
         self.inventory = inventory or Inventory()
         self.retained: dict[str, ManifestStack] = {}
+        self.snapshots = dict(self.inventory.snapshots)  # whether they count or not
+        self.unregistered: frozenset[str] = frozenset()  # checkpoints whose snapshots were never pinned
         self.in_flight: ManifestStack | None = None
-        self.exploit: tuple[str, ManifestStack] | None = None
-        self.stale: dict[str, tuple[str, ...]] = {}
+        self.exploits: dict[str, ManifestStack] = {}
         self.mirror = Mirror()
-        self._aside_stack = self.stack
+        self.trusted: set[str] = set()  # digests whose preserved copies were found at the start
 
     def stacks(self) -> list[ManifestStack]:
         """Every manifest that must stay readable, the head first."""
-        stacks = [self.stack, self._aside_stack, *self.retained.values()]
-        if self.in_flight is not None:
-            stacks.append(self.in_flight)
-        if self.exploit is not None:
-            stacks.append(self.exploit[1])
-        return stacks
+        stacks = [self.stack, self.found, *self.retained.values(), *self.exploits.values()]
+        return stacks if self.in_flight is None else [*stacks, self.in_flight]
 
     def pinned(self, *, history: bool) -> list[Manifest]:
         """The manifests of `stacks`, each once."""
@@ -641,11 +684,12 @@ class _Storage:
     def objects(self, token: str) -> dict[str, tuple[str, ...]]:
         """Digest to the paths of its preserved copies: those found at the start and those made since."""
         objects = dict(self.inventory.objects)
-        for digest in self.mirror.preserved:
-            objects.setdefault(digest, (layout.object_path(token, digest),))
+        for digest in self.mirror.preserved - self.trusted:
+            place = layout.object_path(token, digest)
+            objects[digest] = (place, *(other for other in objects.get(digest, ()) if other != place))
         return objects
 
-    def garbage(self, token: str) -> list[str]:
+    def garbage(self, token: str, layers_written: Collection[str]) -> list[str]:
         """Paths of this library, of tokens up to `token`, that nothing refers to any more."""
         paths: list[str] = []
         objects = self.objects(token)
@@ -655,18 +699,22 @@ class _Storage:
                 if digest not in referenced:
                     paths.extend(place for place in places if place.split("/")[2] <= token)
         layers = {ref.name for stack in self.stacks() for ref in stack.refs}
-        written = self.inventory.layers | {ref.name for ref in self.stack.refs}
+        written = self.inventory.layers.union(layers_written)
         paths.extend(f"{layout.LAYERS}/{name}" for name in written - layers if name.split("-")[0] <= token)
         paths.extend(layout.aside_path(old) for old in self.inventory.asides if old < token)
-        current = self.exploit[0] if self.exploit else None
-        paths.extend(f"{layout.EXPLOITS}/{key}.json" for key in self.inventory.exploits if key != current)
+        paths.extend(f"{layout.EXPLOITS}/{key}.json" for key in self.inventory.exploits if key not in self.exploits)
+        # Nothing that they list was preserved: should such a checkpoint ever count, it must not seem to have artifacts.
+        paths.extend(path for name in self.unregistered - self.retained.keys() for path in self.snapshots.get(name, ()))
         return paths
 
     def forget(self, paths: list[str]) -> None:
         """Takes deleted paths out of what is known."""
         gone = set(paths)
         self.inventory = self.inventory.without(gone)
-        self.mirror.preserved -= {path.rsplit("/", 1)[-1] for path in gone if path.startswith(f"{layout.OBJECTS}/")}
+        digests = {path.rsplit("/", 1)[-1] for path in gone if path.startswith(f"{layout.OBJECTS}/")}
+        self.mirror.preserved -= digests
+        self.trusted -= digests
+        self.snapshots = {name: paths for name, paths in self.snapshots.items() if gone.isdisjoint(paths)}
 
 
 def _state_from_listing(

@@ -27,7 +27,7 @@ from ray_artifact_sync.trial_dir import TrialDir
 
 logger = logging.getLogger(__name__)
 
-_TRANSIENT = ("_session", "_checkpoint_just_saved", "_bound_syncer")
+_TRANSIENT = ("_session", "_session_over", "_checkpoint_just_saved", "_bound_syncer")
 
 
 class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has no type information here
@@ -38,6 +38,7 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
     """
 
     _session: TrialArtifacts | None = None
+    _session_over = False
     _checkpoint_just_saved = False
     _bound_syncer: ArtifactSyncer | None = None
     _token_value = 0
@@ -110,11 +111,18 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
                 writes anything.
 
         Returns:
-            None where nothing is to be synced: `sync_artifacts=False`, or in a worker of Ray Train V1.
+            None where nothing is to be synced: `sync_artifacts=False`, in a worker of Ray Train V1, or after
+            `end_session` (Ray's function session still knows the old context when an actor is reset).
         """
-        if not self.sync_config.sync_artifacts or _in_train_worker():
+        if not self.sync_config.sync_artifacts or self._session_over or _in_train_worker():
             return None
         if self._session is None:
+            if not set_aside:
+                logger.info(
+                    "The artifacts of %s are uploaded, but a restore will not bring them back: derive the trainable from "
+                    "ArtifactSyncMixin, or wrap the function in with_artifacts(...).",
+                    self.trial_dir_name,
+                )
             self._session = TrialArtifacts(
                 self.trial_working_directory,
                 self.trial_store(),
@@ -132,7 +140,7 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
 
     def end_session(self) -> None:
         """Flushes and ends the session, if there is one."""
-        session, self._session = self._session, None
+        session, self._session, self._session_over = self._session, None, True
         if session is not None:
             session.close()
 

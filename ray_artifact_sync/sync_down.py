@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ray_artifact_sync.concurrency import Deadline, run_all
 from ray_artifact_sync.entries import FileEntry, LocalFile, Manifest
@@ -135,6 +135,10 @@ class RestorePass:
         """What the working dir holds; digests where the size could be right."""
         scan = scan_tree(self.working_dir.root, self.rule, skip_checkpoints=True)
         local = as_local_files(scan, HashCache())
+        links = [path for path in local if os.path.islink(self.working_dir.local_path(path))]
+        for path in links:
+            # What a link shows is another file's content, which this restore may change: it gives way to a file.
+            local[path] = replace(local[path], size=-1)
         same_size = [
             path
             for path, file in local.items()

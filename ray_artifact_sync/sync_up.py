@@ -16,9 +16,10 @@ from ray_artifact_sync.concurrency import Deadline, run_all
 from ray_artifact_sync.entries import Append, FileEntry, LocalFile, Manifest, Skip, SyncPlan
 from ray_artifact_sync.errors import FileChangedError
 from ray_artifact_sync.local_files import ConsistentReader
-from ray_artifact_sync.plan import PathState, digests_wanted, plan_sync_up
+from ray_artifact_sync.plan import PathState, digests_wanted, parents, plan_sync_up
 from ray_artifact_sync.scan import HashCache, SkipRule, as_local_files, hash_local_file, scan_tree
 from ray_artifact_sync.transfer import TransferEngine, TransferResult
+from ray_artifact_sync.working_dir import STAGING_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -216,10 +217,17 @@ class SyncPass:
         self.files_sent += result.files_sent
 
     def keep_old_versions(self, paths: Collection[str]) -> None:
-        """A file that could not be sent keeps the version that the head lists: it is still readable."""
-        for path in paths:
-            entry = self.mirror.head.get(path)
-            if entry is not None and path not in self.entries:
+        """A file that could not be sent keeps the version that the head lists: it is still readable.
+
+        Unless the file is a directory now, or its directory a file: a manifest cannot list both.
+        """
+        old = {path: entry for path in paths if path not in self.entries and (entry := self.mirror.head.get(path))}
+        if not old:
+            return
+        directories = {parent for path in self.entries for parent in parents(path)}
+        for path, entry in old.items():
+            above = (self.entries.get(parent) for parent in parents(path))
+            if path not in directories and not any(parent is not None and not parent.is_dir for parent in above):
                 self.entries[path] = entry
 
     @contextmanager
@@ -227,7 +235,7 @@ class SyncPass:
         """Copies files that somebody writes to all the time: a local copy is quick, an upload may not be."""
         base = self.staging or os.path.join(self.root, layout.STATE_DIR)
         os.makedirs(base, exist_ok=True)
-        directory = tempfile.mkdtemp(prefix="staging-", dir=base)
+        directory = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=base)
         local: dict[str, LocalFile] = {}
         sources: dict[str, str] = {}
         restless: set[str] = set()

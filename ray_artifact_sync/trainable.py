@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from ray.train._internal.storage import StorageContext
+
 from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, ConfigurationError
 from ray_artifact_sync.storage_context import ArtifactStorageContext
 
@@ -59,7 +61,7 @@ class ArtifactSyncMixin:
         except Exception:
             self._flush_artifacts("after a step that raised")
             raise
-        if artifacts is None or not isinstance(result, dict):
+        if artifacts is None or not isinstance(result, dict) or "__duplicate__" in result:
             return result
         if result.get("done"):
             self._flush_artifacts("with the last result")
@@ -105,7 +107,8 @@ class ArtifactSyncMixin:
     # --- inside -----------------------------------------------------------------------------------
 
     def _begin_artifacts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        storage = next((value for value in (*args, *kwargs.values()) if hasattr(value, "trial_fs_path")), None)
+        # By type: the signatures of Ray's `__init__` and `reset` differ between releases.
+        storage = next((value for value in (*args, *kwargs.values()) if isinstance(value, StorageContext)), None)
         self._artifact_storage = None
         self._artifact_fresh = True
         if isinstance(storage, ArtifactStorageContext):

@@ -2,7 +2,9 @@
 
 Threads: the caller's thread waits; up to `max_concurrency` daemon threads each take the next operation. A failure of
 one file does not stop the others. Before every request that changes storage, `before_write` is asked: it raises when
-the writer was replaced or the deadline has passed, so that a call that wakes up late does nothing more.
+the writer was replaced or the deadline has passed, so that a call that wakes up late does nothing more. Large files
+ask again before each chunk. A request that hangs beyond its deadline keeps its path: no other is sent there until it
+returns, since it could land after that one.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -139,6 +142,8 @@ class TransferEngine:
         self._before_write = before_write
         self._confirm_writer = confirm_writer
         self._budget = ByteBudget(MEMORY_BUDGET)
+        self._writing: set[str] = set()
+        self._lock = threading.Lock()
 
     def run(
         self,
@@ -168,20 +173,63 @@ class TransferEngine:
             SyncTimeoutError: The deadline passed.
         """
         job = _Job(self, states, root, sources or {}, deadline, result or TransferResult())
-        job.each(plan.preserves, job.preserve)
-        job.each([op for op in plan.removes if op.path not in job.result.failures], job.remove)
-        transfers = [op for op in plan.transfers if not job.blocked(op.path)]
-        # Large files first: the longest transfer then does not begin last.
-        job.each(sorted(transfers, key=lambda op: -op.size), job.transfer)
-        return job.result
+        result = job.result
+        try:
+            job.each(plan.preserves, job.preserve)
+            job.each([op for op in plan.removes if op.path not in result.failures], job.remove)
+            transfers = [op for op in plan.transfers if not job.blocked(op.path)]
+            # Large files first: the longest transfer then does not begin last.
+            job.each(sorted(transfers, key=lambda op: -op.size), job.transfer)
+        finally:
+            job.close()
+        return result
 
-    def call(self, what: str, call: Callable[[], Result], deadline: Deadline) -> Result:
-        """One request that changes storage, with retries and the writer's check."""
-        return call_with_retries(call, retries=self.retries, deadline=deadline, what=what, before=self._before_write)
+    def call(self, what: str, call: Callable[[], Result], deadline: Deadline, *, path: str = "") -> Result:
+        """One request that changes storage, with retries and the writer's check.
+
+        Args:
+            what: For the log.
+            call: The request.
+            deadline: No try begins after it.
+            path: What it writes; no two requests write there at once.
+        """
+
+        def alone() -> Result:
+            with self._alone(path):
+                return call()
+
+        return call_with_retries(
+            alone if path else call, retries=self.retries, deadline=deadline, what=what, before=self._before_write
+        )
+
+    @contextmanager
+    def _alone(self, path: str) -> Iterator[None]:
+        with self._lock:
+            if path in self._writing:
+                raise StorageError(
+                    f"An earlier request to write {path!r} hangs still; nothing is sent there until it returns, since "
+                    "it could overwrite that.",
+                    retryable=True,
+                    path=path,
+                )
+            self._writing.add(path)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writing.discard(path)
+
+    def watched(self, chunks: Iterable[bytes], deadline: Deadline) -> Iterator[bytes]:
+        """The chunks, for as long as this is the writer and in time: a stopped process that goes on ends here."""
+        for chunk in chunks:
+            deadline.check()
+            if self._before_write is not None:
+                self._before_write()
+            yield chunk
 
     def put(self, path: str, data: bytes, deadline: Deadline) -> StoredFile:
         """Writes one small file, whatever is there."""
-        return self.call(f"Writing {path}", lambda: self.store.put(path, data), deadline)
+        return self.call(f"Writing {path}", lambda: self.store.put(path, data), deadline, path=path)
 
     def budget_for(self, size: int) -> int:
         """What a file counts for in the memory budget, in bytes."""
@@ -195,23 +243,26 @@ class TransferEngine:
         def put(**precondition: object) -> StoredFile:
             if size <= SMALL_FILE:
                 return self.store.put(path, reader.read_all(), **precondition)  # type: ignore[arg-type]
-            return self.store.put(path, reader, size_hint=size, **precondition)  # type: ignore[arg-type]
+            chunks = self.watched(reader, deadline)
+            return self.store.put(path, chunks, size_hint=size, **precondition)  # type: ignore[arg-type]
 
         def guarded() -> StoredFile:
             if not self.store.can_precondition or self._confirm_writer is None:
                 return put()
             try:
-                return put(if_absent=True) if state is None else put(if_match=state.etag)
+                # Of a path that is not known, the first guess is that it holds nothing: never write unconditionally.
+                etag = state.etag if state is not None else None
+                return put(if_absent=True) if etag is None else put(if_match=etag)
             except PreconditionFailedError:
                 # Either a newer writer, or an earlier try of ours that landed although its answer was lost, or
                 # something that somebody else left at this path.
                 self._confirm_writer()
                 present = self.store.stat(path)
                 logger.debug("%s is not what this writer left there; replacing it.", path)
-                return put(if_match=present.etag) if present else put()
+                return put(if_match=present.etag) if present else put(if_absent=True)
 
-        with self._budget.hold(self.budget_for(size)):
-            return self.call(f"Uploading {path}", guarded, deadline)
+        with self._budget.hold(self.budget_for(size), deadline):
+            return self.call(f"Uploading {path}", guarded, deadline, path=path)
 
 
 class _Job:
@@ -233,6 +284,11 @@ class _Job:
         self.deadline = deadline
         self.result = result
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """From now on, what a call that hung reports goes nowhere; the caller reads the result meanwhile."""
+        with self._lock:
+            self.result = TransferResult()
 
     def each(self, operations: Iterable[Preserve | Remove | Transfer], act: Callable[..., None]) -> None:
         def guarded(op: Preserve | Remove | Transfer) -> None:
@@ -282,6 +338,7 @@ class _Job:
                     f"Preserving {op.path}",
                     lambda target=target: self.engine.store.copy(op.path, target),
                     self.deadline,
+                    path=target,
                 )
             except ArtifactNotFoundError:
                 logger.warning(
@@ -294,7 +351,7 @@ class _Job:
                 self.result.preserved.add(digest)
 
     def remove(self, op: Remove) -> None:
-        self.engine.call(f"Deleting {op.path}", lambda: self.engine.store.delete([op.path]), self.deadline)
+        self.engine.call(f"Deleting {op.path}", lambda: self.engine.store.delete([op.path]), self.deadline, path=op.path)
         with self._lock:
             self.result.states[op.path] = None
 
@@ -329,7 +386,10 @@ class _Job:
         store = self.engine.store
         try:
             stored = self.engine.call(
-                f"Appending to {op.path}", lambda: store.append(op.path, op.offset, reader), self.deadline
+                f"Appending to {op.path}",
+                lambda: store.append(op.path, op.offset, self.engine.watched(reader, self.deadline)),
+                self.deadline,
+                path=op.path,
             )
         except (PreconditionFailedError, ArtifactNotFoundError):
             # An earlier try got a part of the way, or somebody wrote there: send the whole file.
@@ -345,7 +405,10 @@ class _Job:
     def copy(self, op: CopyStored) -> None:
         try:
             self.engine.call(
-                f"Copying {op.source} to {op.path}", lambda: self.engine.store.copy(op.source, op.path), self.deadline
+                f"Copying {op.source} to {op.path}",
+                lambda: self.engine.store.copy(op.source, op.path),
+                self.deadline,
+                path=op.path,
             )
         except ArtifactNotFoundError:
             self.upload(Upload(op.path, op.size, op.mtime_ns, op.digest, "the copy's source is gone"))

@@ -224,7 +224,10 @@ class TrialDir:
     def _layer(self, name: str, digest: str) -> Changes:
         if digest not in self._layers:
             path = f"{layout.LAYERS}/{name}"
-            data = self.store.read(path)
+            try:
+                data = self.store.read(path)
+            except ArtifactNotFoundError:
+                raise ManifestError(f"{self.describe(path)} is gone although a manifest refers to it.") from None
             if blake3(data).hexdigest() != digest:
                 raise ManifestError(f"{self.describe(path)} is damaged: its digest is not the one referred to.")
             self._layers[digest] = decode(data, kind="layer", where=self.describe(path)).changes
@@ -246,9 +249,12 @@ class TrialWriter:
         self.token = token
         self._proven = float("-inf")
         self._lost: str | None = None
+        self._claimed = False
         self._head_etag: str | None = None
         self._head_known = False
         self._layer_numbers = itertools.count(1)
+        self.layers: set[str] = set()
+        """Names of the layers that this attempt has written."""
         self._lock = threading.Lock()
 
     # --- the claim --------------------------------------------------------------------------------
@@ -262,15 +268,18 @@ class TrialWriter:
         Raises:
             ArtifactConflictError: A newer attempt has claimed it.
         """
-        body = json.dumps({"format": FORMAT, "kind": "writer", "token": self.token}).encode()
-        newest, _ = self._read_writer()
+        newest = self._read_writer()
         if newest is not None and newest > self.token:
             self._lose(newest)
         if newest != self.token:
-            self._write_claim(body, existed=newest is not None)
+            self._write_claim(self._claim_body(), existed=newest is not None)
         self.store.begin_writing(self.token)
+        self._claimed = True
         self._proven = time.monotonic()
         return newest is not None
+
+    def _claim_body(self) -> bytes:
+        return json.dumps({"format": FORMAT, "kind": "writer", "token": self.token}).encode()
 
     def _write_claim(self, body: bytes, *, existed: bool) -> None:
         """Writes the claim; finds out on the way whether the store enforces preconditions, where that is not known."""
@@ -296,11 +305,15 @@ class TrialWriter:
 
     def _replace_claim(self, body: bytes) -> None:
         for _ in range(_CLAIM_TRIES):
-            newest, etag = self._read_writer()
+            present = self.store.stat(layout.WRITER)  # before the reading: what is read must not be older
+            newest = self._read_writer()
             if newest is not None and newest > self.token:
                 self._lose(newest)
             try:
-                self.store.put(layout.WRITER, body, if_match=etag)
+                if present is None:
+                    self.store.put(layout.WRITER, body, if_absent=True)
+                else:
+                    self.store.put(layout.WRITER, body, if_match=present.etag)
             except PreconditionFailedError:
                 continue
             return
@@ -315,16 +328,24 @@ class TrialWriter:
         if self._lost is not None:
             self._lose(self._lost)
         if time.monotonic() - self._proven > LEASE_SECONDS:
-            self.confirm()
+            with self._lock:
+                if time.monotonic() - self._proven > LEASE_SECONDS:  # not asked by another thread meanwhile
+                    self._ask()
 
     def confirm(self) -> None:
         """Asks storage now. See `check`."""
         with self._lock:
-            asked = time.monotonic()
-            newest, _ = self._read_writer()
-            if newest is not None and newest > self.token:
-                self._lose(newest)
-            self._proven = asked
+            self._ask()
+
+    def _ask(self) -> None:
+        asked = time.monotonic()
+        newest = self._read_writer()
+        if newest is not None and newest > self.token:
+            self._lose(newest)
+        if newest != self.token and self._claimed:
+            # Of two that claimed at once, without preconditions, the older one wrote last; or the claim was deleted.
+            self._write_claim(self._claim_body(), existed=newest is not None)
+        self._proven = asked
 
     def _lose(self, newest: str) -> None:
         self._lost = newest
@@ -335,20 +356,20 @@ class TrialWriter:
             token=self.token,
         )
 
-    def _read_writer(self) -> tuple[str | None, str | None]:
+    def _read_writer(self) -> str | None:
+        """The token of the newest claim; None if there never was one, empty if it is damaged."""
         try:
-            stat = self.store.stat(layout.WRITER) if self.store.can_precondition is not False else None
             data = self.store.read(layout.WRITER)
         except ArtifactNotFoundError:
-            return None, None
+            return None
         try:
             token = json.loads(data)["token"]
         except (ValueError, KeyError, TypeError, RecursionError):
             token = None
-        if not layout.is_token(token):
-            logger.warning("%s is damaged; taking it for no claim.", self.trial.describe(layout.WRITER))
-            token = None
-        return token, stat.etag if stat else None
+        if layout.is_token(token):
+            return str(token)
+        logger.warning("%s is damaged; claiming the trial dir anew.", self.trial.describe(layout.WRITER))
+        return ""
 
     # --- commits ----------------------------------------------------------------------------------
 
@@ -360,6 +381,7 @@ class TrialWriter:
         """Moves on to a manifest, writing the layers that its documents will refer to."""
         stack, files = stack.advance(manifest, next_name=self.next_layer_name)
         for file in files:
+            self.layers.add(file.ref.name)
             self.store.put(f"{layout.LAYERS}/{file.ref.name}", file.data)
         return stack
 

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 KEPT_SET_ASIDE = 2
 """How many attempts' leftovers are kept; what is older is deleted when a new attempt begins."""
 
+STAGING_PREFIX = "staging-"
+"""Begins the names of directories, in the state dir, for copies of files that keep changing."""
+
 _POLL_SECONDS = 0.05
 
 
@@ -76,11 +79,16 @@ class WorkingDir:
         """
         os.makedirs(self.local_path(layout.STATE_DIR), exist_ok=True)
         self._await_predecessor(wait_seconds)
-        with self.locked(wait_seconds):  # held or not: a stopped process must not stop its successor
-            self.check()
-            self._write_token()
-            if set_aside:
-                self._set_leftovers_aside()
+        try:
+            with self.locked(wait_seconds):  # held or not: a stopped process must not stop its successor
+                self.check()
+                self._write_token()
+                self._remove_staging()
+                if set_aside:
+                    self._set_leftovers_aside()
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """Lets a successor begin."""
@@ -152,6 +160,12 @@ class WorkingDir:
         for old in self.set_aside_dirs()[KEPT_SET_ASIDE:]:
             shutil.rmtree(old, ignore_errors=True)
 
+    def _remove_staging(self) -> None:
+        """Deletes the copies that a killed sync left."""
+        for name in os.listdir(self.local_path(layout.STATE_DIR)):
+            if name.startswith(STAGING_PREFIX):
+                shutil.rmtree(self.local_path(f"{layout.STATE_DIR}/{name}"), ignore_errors=True)
+
     def set_aside_dirs(self) -> list[str]:
         """All set-aside directories, newest first."""
         base = self.local_path(layout.SET_ASIDE)
@@ -165,9 +179,7 @@ class WorkingDir:
     def set_aside(self, paths: Iterable[str]) -> None:
         """Moves single files away; what was set aside before under the same name is kept beside them."""
         for path in paths:
-            target = os.path.join(self.set_aside_dir, path)
-            while os.path.lexists(target):
-                target += ".later"
+            target = _free_place(self.set_aside_dir, path)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             with suppress(FileNotFoundError):
                 os.rename(self.local_path(path), target)
@@ -184,6 +196,9 @@ class WorkingDir:
     def fill(self, entry: FileEntry, chunks: Iterable[Buffer]) -> None:
         """Gives a file the content of `chunks`, in place: the inode stays, so that open handles go on working.
 
+        A file with several names (hard links) is the exception: it is made anew, so that the content of the others,
+        which may lie outside of the working dir, stays.
+
         Not atomic: a file that is being filled is a mix until this returns. An attempt that dies in it is followed by
         one that sets the working dir aside, so nobody takes the mix for an artifact.
 
@@ -192,7 +207,7 @@ class WorkingDir:
         """
         local_path = self.local_path(entry.path)
         self.clear_the_way(entry.path)
-        fd = os.open(local_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = _open_alone(local_path)
         try:
             written = _write_verified(fd, entry, chunks)
             os.ftruncate(fd, written)
@@ -225,6 +240,32 @@ def _lock_within(fd: int, wait_seconds: float | None) -> bool:
             time.sleep(_POLL_SECONDS)
         else:
             return True
+
+
+def _open_alone(local_path: str) -> int:
+    """Opens a file for writing, a new one if others share its inode."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(local_path, flags, 0o666)
+    if os.fstat(fd).st_nlink <= 1:
+        return fd
+    os.close(fd)
+    with suppress(FileNotFoundError):
+        os.unlink(local_path)
+    return os.open(local_path, flags, 0o666)
+
+
+def _free_place(base: str, path: str) -> str:
+    """Where a path can be put below `base`, beside what has its name, or a parent's name, already."""
+    *parents, name = path.split("/")
+    current = base
+    for part in parents:
+        current = os.path.join(current, part)
+        while os.path.lexists(current) and (os.path.islink(current) or not os.path.isdir(current)):
+            current += ".later"
+    target = os.path.join(current, name)
+    while os.path.lexists(target):
+        target += ".later"
+    return target
 
 
 def _write_verified(fd: int, entry: FileEntry, chunks: Iterable[Buffer]) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -19,6 +20,8 @@ from ray_artifact_sync.demo.counting import Observed, TrialCount, count_trial
 from ray_artifact_sync.demo.table import side_by_side
 from ray_artifact_sync.errors import ArtifactSyncError
 
+_MESSAGES = "ray_messages.log"
+_TABLE_WIDTH = 110
 EXACT, NOT_EXACT, CANNOT_RUN = range(3)
 
 _PLAIN, _SYNCED = "Ray alone", "with ray-artifact-sync"
@@ -37,18 +40,19 @@ def run_demo(*, directory: Path | None = None, s3: bool = False, keep: bool = Tr
     Returns:
         The exit code: 0 if everything is exact with this library, 1 if it is not, 2 if the demo cannot run.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)  # Ray prints to another stdout, below
     try:
         with _workspace(directory, keep=keep) as root:
-            with _storage(root, s3=s3) as (place, files), _ray(root / "stderr.log"):
+            with _storage(root, s3=s3) as (place, files), _ray(root / _MESSAGES):
                 sides = {title: _run(title, place(_NAMES[title]), root, console) for title in (_PLAIN, _SYNCED)}
             counts = {title: _count(observed) for title, observed in sides.items()}
+            table = Console(file=sys.stdout, highlight=False, width=max(console.width, _TABLE_WIDTH))
             console.print()
-            Console(highlight=False, width=max(console.width, 100)).print(side_by_side(counts))
+            table.print(side_by_side(counts))
             exact = all(count.exact for count in counts[_SYNCED].values())
             _explain(console, counts, exact=exact)
             if keep:
-                console.print("The files are kept, in", *(f"\n  {files / name}" for name in _NAMES.values()))
+                _say_where(console, files, root / _MESSAGES)
     except ArtifactSyncError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"The demo cannot run: {error}", markup=False)
         return CANNOT_RUN
@@ -94,6 +98,12 @@ def _explain(console: Console, counts: dict[str, dict[str, TrialCount]], *, exac
         console.print("[bold red]With this library, something is NOT exact. This is a bug; please report it.[/bold red]")
 
 
+def _say_where(console: Console, files: Path, messages: Path) -> None:
+    places = [files / name for name in _NAMES.values()]
+    console.print("\n".join(f"  {place}" for place in ("The files lie in", *places)).strip(), markup=False)
+    console.print(f"What Ray printed: {messages}", markup=False)
+
+
 # --- surroundings --------------------------------------------------------------------------------
 
 
@@ -129,8 +139,13 @@ def _storage(root: Path, *, s3: bool) -> Iterator[tuple[Callable[[str], str], Pa
 
 @contextlib.contextmanager
 def _ray(messages: Path) -> Iterator[None]:
-    """A quiet Ray of the demo's own; what it says about killed workers goes into a file."""
-    with open(messages, "w", encoding="utf-8") as file, contextlib.redirect_stderr(file), _environment(_ENVIRONMENT):
+    """A quiet Ray of the demo's own; what it prints about killed workers goes into a file."""
+    with (
+        open(messages, "w", encoding="utf-8") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+        _environment(_ENVIRONMENT),
+    ):
         try:
             import ray  # noqa: PLC0415  (reads the variables)
             import ray.tune  # noqa: PLC0415, F401

@@ -106,7 +106,7 @@ def _rclone(program: str, directory: Path, log: IO[bytes]) -> Iterator[int]:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     command = [program, "serve", "s3", "--auth-key", f"{_KEY},{_SECRET}", "--addr", f"127.0.0.1:{port}"]
-    command += ["--dir-cache-time", "1s", "--config", os.devnull, str(directory)]
+    command += ["--config", os.devnull, str(directory)]
     process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
         _await_answer(process, port, Path(log.name))
@@ -168,31 +168,35 @@ async def _close(server: asyncio.Server) -> None:
 
 async def _serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, upstream_port: int) -> None:
     """One client connection with one connection to the server; S3 clients do not pipeline requests."""
-    up_reader, up_writer = await asyncio.open_connection("127.0.0.1", upstream_port)
-    answers = asyncio.create_task(_pump(up_reader, writer))
-    try:
-        while head := await reader.readuntil(b"\r\n\r\n"):
-            if _is_marker(head):
-                writer.write(_MARKER_ANSWER)
-                await writer.drain()
-            else:
-                up_writer.write(head)
-                await _pass_body(head, reader, up_writer)
-    except (OSError, EOFError, asyncio.LimitOverrunError):
-        pass  # either end closed the connection; the client sees that, and tries again
-    finally:
-        answers.cancel()
-        up_writer.transport.abort()
-        writer.transport.abort()
-        with contextlib.suppress(asyncio.CancelledError, OSError):
-            await answers
+    # Either end may close the connection, or the demo ends; the client sees that, and tries again.
+    with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, asyncio.CancelledError):
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", upstream_port)
+        answers = asyncio.create_task(_pump(up_reader, writer))
+        with contextlib.closing(up_writer):
+            try:
+                await _pass_requests(reader, writer, up_writer)
+            finally:
+                answers.cancel()
+
+
+async def _pass_requests(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up_writer: asyncio.StreamWriter
+) -> None:
+    while True:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if _is_marker(head):
+            writer.write(_MARKER_ANSWER)
+            await writer.drain()
+        else:
+            up_writer.write(head)
+            await _pass_body(head, reader, up_writer)
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while piece := await reader.read(_CHUNK):
-        writer.write(piece)
-        await writer.drain()
-    writer.close()  # what was written is still sent
+    with contextlib.closing(writer), contextlib.suppress(OSError):  # what was written is still sent
+        while piece := await reader.read(_CHUNK):
+            writer.write(piece)
+            await writer.drain()
 
 
 async def _pass_body(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -228,7 +232,8 @@ def _is_marker(head: bytes) -> bool:
     method, target, _ = head.split(b" ", 2)
     headers = _headers(head)
     empty = headers.get("content-length") == "0" and "transfer-encoding" not in headers
-    return method == b"PUT" and target.partition(b"?")[0].endswith(b"/") and target.count(b"/") > 2 and empty  # noqa: PLR2004
+    key = target.partition(b"?")[0].lstrip(b"/").partition(b"/")[2]
+    return method == b"PUT" and key.endswith(b"/") and empty
 
 
 def _headers(head: bytes) -> dict[str, str]:

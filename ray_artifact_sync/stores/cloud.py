@@ -84,6 +84,9 @@ class CloudStore(ArtifactStore):
         root: The prefix inside the bucket; empty for the whole bucket.
         description: What `ArtifactStore.description` is to say; no credentials.
         part_concurrency: Parts of one large file in flight at once.
+        client_without_retries: The same place, for conditional writes: if the answer to one is lost, a second try
+            would be refused because of the first, and look as if nothing had been written. So a lost answer is an
+            error that can be retried, and the caller looks at what is there first.
     """
 
     can_append = False
@@ -95,8 +98,10 @@ class CloudStore(ArtifactStore):
         *,
         description: str = "",
         part_concurrency: int = _PART_CONCURRENCY,
+        client_without_retries: Any = None,
     ) -> None:
         self.client = client
+        self._client_without_retries = client_without_retries or client
         self.root = check_prefix(root)
         self.description = description or f"object store prefix {self.root!r}"
         self.can_precondition = None
@@ -195,7 +200,8 @@ class CloudStore(ArtifactStore):
         if ended:
             mode = self._mode(path, if_match, if_absent=if_absent)
             with self._errors("write", path):
-                result = obstore.put(self.client, key, head, mode=mode, use_multipart=False)
+                client = self.client if mode == "overwrite" else self._client_without_retries
+                result = obstore.put(client, key, head, mode=mode, use_multipart=False)
             return StoredFile(path, len(head), _quoted(result["e_tag"]))
         return self._put_parts(path, chain((head,), chunks), size_hint or 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -135,11 +136,18 @@ def _open_cloud(
     spec: ClientSpec, root: str, filesystem: Any, path: str, limits: ClientLimits | None
 ) -> CloudStore | NoClient:
     try:
+        limits = limits or ClientLimits()
         client = client_of(spec, limits)
+        client_without_retries = client_of(spec, replace(limits, retries=0))
     except Exception as error:
         return NoClient(f"obstore refuses its options ({scrub(error)})")
     place = f" at {spec.place}" if spec.place else ""
-    store = CloudStore(client, root, description=f"{spec.kind} {join(spec.bucket, root)}{place} (obstore)")
+    store = CloudStore(
+        client,
+        root,
+        description=f"{spec.kind} {join(spec.bucket, root)}{place} (obstore)",
+        client_without_retries=client_without_retries,
+    )
     why = "its options name the credentials"
     if not spec.proven:
         if disagreement := _probe(store, ArrowStore(filesystem, path)):

@@ -174,3 +174,44 @@ class Plain(tune.Trainable):
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.n = int(Path(checkpoint_dir, "n").read_text())
+
+
+def function(config: dict) -> None:
+    """The function twin of `Logging`: appends a line a step; reports a checkpoint every fourth."""
+    import tempfile
+    import time
+
+    markers = Path(config["markers"])
+    start = 0
+    checkpoint = tune.get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as directory:
+            start = int(Path(directory, "n").read_text())
+        (markers / "log_at_restore").write_text(Path("log.txt").read_text())
+        (markers / "rewritten_at_restore").write_text(Path("rewritten.txt").read_text())
+    elif Path("log.txt").exists():
+        (markers / "not_clean").write_text(Path("log.txt").read_text())
+    try:
+        for n in range(start + 1, config.get("steps", 8) + 1):
+            with open("log.txt", "a") as log:
+                log.write(f"{n}\n")
+            Path("rewritten.txt").write_text(f"version {n}\n")
+            os.makedirs("plots", exist_ok=True)
+            Path(f"plots/{n}.bin").write_bytes(hashlib.sha256(str(n).encode()).digest() * 1000)
+            if n == config.get("crash_at") and once(f"{markers}/crash"):
+                if config.get("crash") == "raise":
+                    raise RuntimeError("crash on command")
+                if config.get("wipe"):
+                    shutil.rmtree(os.getcwd())
+                os.kill(os.getpid(), signal.SIGKILL)
+            if n % config.get("frequency", 4) == 0:
+                with tempfile.TemporaryDirectory() as directory:
+                    Path(directory, "n").write_text(str(n))
+                    tune.report({"n": n}, checkpoint=tune.Checkpoint.from_directory(directory))
+            else:
+                tune.report({"n": n})
+    finally:
+        time.sleep(config.get("slow_finally", 0))
+        Path("cleanup.txt").write_text("written in cleanup\n")
+        if config.get("who"):
+            Path(f"only_{config['who']}.txt").write_text("x")

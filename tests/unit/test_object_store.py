@@ -357,6 +357,24 @@ def test_preconditions_are_switched_off_where_they_are_not_enforced(store, proxy
     assert store.read("a") == b"3"
 
 
+@pytest.mark.parametrize("condition", ["if_absent", "if_match"])
+def test_a_lost_answer_to_a_conditional_write_is_no_refusal(moto_store, moto_proxy, condition):
+    """Tried again by the client, the write would be refused because of itself."""
+    options = {"if_absent": True}
+    if condition == "if_match":
+        options = {"if_match": moto_store.put("a", b"old").etag}
+    moto_proxy.reset_counts()
+    moto_proxy.reset("put_object", times=1, forward=True)
+    with pytest.raises(StorageError) as caught:
+        moto_store.put("a", b"new", **options)
+    assert caught.value.retryable
+    assert not isinstance(caught.value, PreconditionFailedError)
+    assert moto_proxy.counts["put_object"] == 1
+    assert moto_store.read("a") == b"new"
+    with pytest.raises(PreconditionFailedError):
+        moto_store.put("a", b"newer", **options)
+
+
 def test_rclone_ignores_preconditions(store):
     """The reason why the claim of the writer file has to probe."""
     assert store.can_precondition is None
