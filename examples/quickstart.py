@@ -33,7 +33,7 @@ class Training(ArtifactSyncMixin, tune.Trainable):
 
     def setup(self, config):
         self.steps_done = 0
-        self.log = open("log.txt", "a", buffering=1)
+        self.log = open("log.txt", "a", buffering=1)  # noqa: SIM115  (open for all of the training)
 
     def step(self):
         self.steps_done += 1
@@ -84,5 +84,7 @@ def main(storage_path):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--storage-path", default=None, help="a directory or a URI; a new temporary directory by default")
+    parser.add_argument(
+        "--storage-path", default=None, help="a directory or a URI; a new temporary directory by default"
+    )
     raise SystemExit(main(parser.parse_args().storage_path or tempfile.mkdtemp(prefix="quickstart-")))

@@ -40,7 +40,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     *,
-    version: Annotated[  # noqa: ARG001  (its callback does the work)
+    version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:

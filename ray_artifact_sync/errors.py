@@ -49,7 +49,7 @@ class ManifestError(ArtifactSyncError, ValueError):
 
 
 class UnknownFormatError(ManifestError):
-    """A document of a format version that this release does not know; a newer one wrote it, nothing is wrong with it."""
+    """A document of a format version that this release does not know: a newer one wrote it, it is not damaged."""
 
 
 class ArtifactConflictError(ArtifactSyncError):

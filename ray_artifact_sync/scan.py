@@ -101,7 +101,8 @@ class _Walk:
         except FileNotFoundError:
             self.skip(path, "deleted while the directory was listed", "vanished")
         except InvalidPathError as error:
-            self.skip(path, str(error), "invalid")
+            # In the form that Python would write it in: a raw newline or byte must not break a log.
+            self.skip(repr(path)[1:-1], str(error).removesuffix("."), "invalid")
         except OSError as error:
             self.skip(path, f"unreadable: {error.strerror}", "unsupported")
         return None

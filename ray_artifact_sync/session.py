@@ -238,8 +238,9 @@ class TrialArtifacts:
         return {f"artifact_sync/{name}": value for name, value in asdict(self.stats).items()}
 
     def close(self, *, flush: bool = True) -> None:
-        """Ends the attempt: one last sync, then a successor may begin. Never raises for a failed sync unless
-        `on_error="raise"`; ends quietly when a newer attempt exists.
+        """Ends the attempt: one last sync, then a successor may begin.
+
+        Raises for a failed sync only with `on_error="raise"`; ends quietly when a newer attempt exists.
 
         Args:
             flush: Do the last sync.
@@ -253,7 +254,7 @@ class TrialArtifacts:
         self._stop_ticking.set()
         try:
             if flush and self._begun:
-                self._run(self._sync_reported, "The last artifact sync")
+                self._run(self._last_sync, "The last artifact sync")
         except ArtifactConflictError as error:
             logger.info("The last sync of an old attempt was left out: %s", error)
         except ArtifactSyncError:
@@ -316,8 +317,8 @@ class TrialArtifacts:
             raise
         except ManifestError as error:
             copy = f"{layout.ASIDE}/{self.token}/damaged.json"
-            logger.error(
-                "%s Going on without the list of the newest artifacts (it is kept as %s); those of the checkpoints do not "
+            logger.error(  # noqa: TRY400  (no traceback: the message says it)
+                "%s Going on without the list of the newest artifacts (it is kept as %s); those of checkpoints do not "
                 "depend on it.",
                 error,
                 self.trial.describe(copy),
@@ -332,6 +333,13 @@ class TrialArtifacts:
             raise self._incomplete(report)
         return report
 
+    def _last_sync(self, deadline: Deadline) -> SyncReport:
+        report = self._sync_reported(deadline)
+        if self._known.objects(self.token):
+            # Ray deletes the checkpoints beyond `num_to_keep` only after a save: the last ones are seen here.
+            self._tidy(deadline, list_checkpoints=True)
+        return report
+
     def _sync_for_checkpoint(self, name: str, deadline: Deadline) -> ManifestStack:
         self._sync_reported(deadline)
         self._known.in_flight = self._known.stack  # pinned until the snapshot is written
@@ -343,6 +351,7 @@ class TrialArtifacts:
         known = self._known
         with self._exclusive(deadline):
             self._check_writer()
+            kept = len(known.mirror.preserved)
             sync_pass = SyncPass(
                 root=self._working_dir.root,
                 engine=self._engine,
@@ -361,6 +370,9 @@ class TrialArtifacts:
                 self.stats.seconds += time.monotonic() - started
             self._say_skips(report.skips)
             self._commit(report.manifest, deadline)
+            if len(known.mirror.preserved) > kept:
+                # Only the old head may have needed some of them. A trial that never checkpoints must not pile them up.
+                self._tidy(deadline, list_checkpoints=False)
         if report.failures:
             self._note_failure(self._incomplete(report))
         else:
@@ -370,7 +382,7 @@ class TrialArtifacts:
     def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
         """Makes a manifest the head, if it differs."""
         known = self._known
-        if manifest.same_content(known.stack.manifest):
+        if known.uncertain is None and manifest.same_content(known.stack.manifest):
             return
         self._request(lambda: self._commit_now(Manifest(manifest.entries, self.token)), deadline, "Committing")
 
@@ -380,8 +392,9 @@ class TrialArtifacts:
             self._writer.write_record(layout.aside_path(self.token), known.found)
             known.aside_written = True
         stack = self._writer.advance(known.stack, manifest)
+        known.uncertain = stack  # a commit that seems to fail may have landed all the same
         self._writer.commit_head(stack)
-        known.stack = stack
+        known.stack, known.uncertain = stack, None
         known.mirror.head = manifest
 
     def _remove_stale_snapshots(self, name: str, deadline: Deadline) -> None:
@@ -397,25 +410,32 @@ class TrialArtifacts:
 
     def _finish_checkpoint(self, name: str, stack: ManifestStack, deadline: Deadline) -> None:
         known = self._known
-        self._request(lambda: self._writer.write_snapshot(stack, name), deadline, "Writing the snapshot")
-        known.retained[name] = stack
+        known.retained[name] = stack  # from now on: a request that seems to fail may have landed all the same
         known.snapshots[name] = (f"{name}/{layout.snapshot_name(self.token)}",)
+        self._request(lambda: self._writer.write_snapshot(stack, name), deadline, "Writing the snapshot")
         known.in_flight = None
         known.exploits.clear()
+        self._tidy(deadline, list_checkpoints=True)
+
+    def _tidy(self, deadline: Deadline, *, list_checkpoints: bool) -> None:
         try:
-            self._request(self._collect_garbage, deadline, "Collecting garbage")
+            self._request(lambda: self._collect_garbage(list_checkpoints=list_checkpoints), deadline, "Cleaning up")
         except ArtifactConflictError:
             raise
         except Exception as error:
             logger.warning("Old versions in %s could not be removed (next time): %s", self.store.description, error)
 
-    def _collect_garbage(self) -> None:
-        """Removes what no retained snapshot, no snapshot being written, nothing set aside and no head refers to."""
+    def _collect_garbage(self, *, list_checkpoints: bool) -> None:
+        """Removes what no retained snapshot, no snapshot being written, nothing set aside and no head refers to.
+
+        Args:
+            list_checkpoints: Look which checkpoints Ray has deleted meanwhile (a request).
+        """
         known = self._known
-        present = set(self.trial.checkpoints())
-        for name in known.snapshots.keys() - present:
-            del known.snapshots[name]
-            known.retained.pop(name, None)
+        if list_checkpoints:
+            for name in known.snapshots.keys() - set(self.trial.checkpoints()):
+                del known.snapshots[name]
+                known.retained.pop(name, None)
         garbage = known.garbage(self.token, self._writer.layers)
         if garbage:
             self._writer.delete(garbage)
@@ -451,10 +471,10 @@ class TrialArtifacts:
         recorded = known.exploits.get(key)
         stack = recorded or (known.found if fresh else known.stack)
         if recorded is None:
+            known.exploits[key] = stack
             self._request(
                 lambda: self._writer.write_record(f"{layout.EXPLOITS}/{key}.json", stack), deadline, "Recording"
             )
-            known.exploits[key] = stack
             known.inventory = known.inventory.with_exploit(key)
         logger.info("%s took over %s of %s and keeps its own artifacts.", self.trial.name, checkpoint, donor.name)
         if not fresh:
@@ -659,6 +679,7 @@ class _Storage:
         self.inventory = inventory or Inventory()
         self.retained: dict[str, ManifestStack] = {}
         self.snapshots = dict(self.inventory.snapshots)  # whether they count or not
+        self.uncertain: ManifestStack | None = None  # a head that may have been committed, or not
         self.unregistered: frozenset[str] = frozenset()  # checkpoints whose snapshots were never pinned
         self.in_flight: ManifestStack | None = None
         self.exploits: dict[str, ManifestStack] = {}
@@ -668,7 +689,7 @@ class _Storage:
     def stacks(self) -> list[ManifestStack]:
         """Every manifest that must stay readable, the head first."""
         stacks = [self.stack, self.found, *self.retained.values(), *self.exploits.values()]
-        return stacks if self.in_flight is None else [*stacks, self.in_flight]
+        return [*stacks, *(stack for stack in (self.in_flight, self.uncertain) if stack is not None)]
 
     def pinned(self, *, history: bool) -> list[Manifest]:
         """The manifests of `stacks`, each once."""

@@ -107,7 +107,7 @@ class RestorePass:
             self.working_dir.make_dir(path)
         # Directories first, one thread: two fills that make the same parent would race.
         for parent in sorted({os.path.dirname(fill.entry.path) for fill in plan.fills} - {""}):
-            self.working_dir.clear_the_way(f"{parent}/x")
+            self.working_dir.make_dir(parent)
         run_all(
             sorted(plan.fills, key=lambda fill: -fill.entry.size),
             lambda fill: self.fill(fill, places.get(fill.entry.path)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.concurrency import Deadline, run_all
-from ray_artifact_sync.entries import Append, FileEntry, LocalFile, Manifest, Skip, SyncPlan
+from ray_artifact_sync.entries import FileEntry, LocalFile, Manifest, Skip, SyncPlan
 from ray_artifact_sync.errors import FileChangedError
 from ray_artifact_sync.local_files import ConsistentReader
 from ray_artifact_sync.plan import PathState, digests_wanted, parents, plan_sync_up
@@ -262,8 +262,7 @@ class SyncPass:
 def _copy_consistent(source: str, target: str) -> None:
     reader = ConsistentReader(source)
     with open(target, "wb") as file:
-        for chunk in reader:
-            file.write(chunk)
+        file.writelines(reader)
     if reader.hashed is not None:
         mtime_ns = reader.hashed.stat.mtime_ns
         os.utime(target, ns=(mtime_ns, mtime_ns))

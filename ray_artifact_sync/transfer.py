@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import tenacity
@@ -333,13 +334,9 @@ class _Job:
     def preserve(self, op: Preserve) -> None:
         for digest in op.digests:
             target = layout.object_path(self.engine._token, digest)  # noqa: SLF001  (one module, two halves)
+            copy = partial(self.engine.store.copy, op.path, target)
             try:
-                self.engine.call(
-                    f"Preserving {op.path}",
-                    lambda target=target: self.engine.store.copy(op.path, target),
-                    self.deadline,
-                    path=target,
-                )
+                self.engine.call(f"Preserving {op.path}", copy, self.deadline, path=target)
             except ArtifactNotFoundError:
                 logger.warning(
                     "%s is gone from %s although a manifest lists it; somebody else deleted it.",
@@ -351,7 +348,9 @@ class _Job:
                 self.result.preserved.add(digest)
 
     def remove(self, op: Remove) -> None:
-        self.engine.call(f"Deleting {op.path}", lambda: self.engine.store.delete([op.path]), self.deadline, path=op.path)
+        self.engine.call(
+            f"Deleting {op.path}", lambda: self.engine.store.delete([op.path]), self.deadline, path=op.path
+        )
         with self._lock:
             self.result.states[op.path] = None
 

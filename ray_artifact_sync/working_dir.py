@@ -218,11 +218,12 @@ class WorkingDir:
 
     def clear_the_way(self, path: str) -> None:
         """Makes the parents of a path real directories, and the path itself free for a file."""
+        _make_real_dirs(self.root, path.split("/")[:-1])
         _clear_the_way(self.root, path)
 
     def make_dir(self, path: str) -> None:
-        """Creates a directory, replacing nothing but links."""
-        _clear_the_way(self.root, f"{path}/x")
+        """Creates a directory and its parents, replacing nothing but links."""
+        _make_real_dirs(self.root, path.split("/"))
 
     def __getstate__(self) -> None:
         raise TypeError("A WorkingDir holds locks of this process and cannot be pickled.")
@@ -289,16 +290,18 @@ def _write_verified(fd: int, entry: FileEntry, chunks: Iterable[Buffer]) -> int:
     return offset
 
 
-def _clear_the_way(root: str, path: str) -> None:
-    """Makes the parents real directories, and removes an empty directory or a link at the path itself."""
-    parts = path.split("/")
+def _make_real_dirs(root: str, parts: list[str]) -> None:
     current = root
-    for part in parts[:-1]:
+    for part in parts:
         current = os.path.join(current, part)
         if os.path.islink(current):
             os.unlink(current)  # a link could lead out of the working dir
         if not os.path.isdir(current):
             os.mkdir(current)
+
+
+def _clear_the_way(root: str, path: str) -> None:
+    """Removes an empty directory or a link at a path."""
     target = os.path.join(root, path)
     if os.path.islink(target):
         os.unlink(target)

@@ -20,13 +20,20 @@ from ray_artifact_sync.demo.counting import Observed, TrialCount, count_trial
 from ray_artifact_sync.demo.table import side_by_side
 from ray_artifact_sync.errors import ArtifactSyncError
 
+_STORAGE = "storage"
 _MESSAGES = "ray_messages.log"
 _TABLE_WIDTH = 110
 EXACT, NOT_EXACT, CANNOT_RUN = range(3)
 
-_PLAIN, _SYNCED = "Ray alone", "with ray-artifact-sync"
-_NAMES = {_PLAIN: "ray-alone", _SYNCED: "with-artifact-sync"}
+PLAIN, SYNCED = "Ray alone", "with ray-artifact-sync"
+SIDES = {PLAIN: "ray-alone", SYNCED: "with-artifact-sync"}
+"""The two sides, with the names of their directories."""
+
 _ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+Counts = dict[str, dict[str, TrialCount]]
+"""Side to scenario name to what was counted."""
 
 
 def run_demo(*, directory: Path | None = None, s3: bool = False, keep: bool = True) -> int:
@@ -43,20 +50,39 @@ def run_demo(*, directory: Path | None = None, s3: bool = False, keep: bool = Tr
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)  # Ray prints to another stdout, below
     try:
         with _workspace(directory, keep=keep) as root:
-            with _storage(root, s3=s3) as (place, files), _ray(root / _MESSAGES):
-                sides = {title: _run(title, place(_NAMES[title]), root, console) for title in (_PLAIN, _SYNCED)}
-            counts = {title: _count(observed) for title, observed in sides.items()}
+            counts = measure(root, s3=s3, console=console)
+            exact = is_exact(counts)
             table = Console(file=sys.stdout, highlight=False, width=max(console.width, _TABLE_WIDTH))
             console.print()
             table.print(side_by_side(counts))
-            exact = all(count.exact for count in counts[_SYNCED].values())
             _explain(console, counts, exact=exact)
             if keep:
-                _say_where(console, files, root / _MESSAGES)
+                _say_where(console, _files(root, s3=s3), root / _MESSAGES)
     except ArtifactSyncError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"The demo cannot run: {error}", markup=False)
         return CANNOT_RUN
     return EXACT if exact else NOT_EXACT
+
+
+def measure(root: Path, *, s3: bool = False, console: Console | None = None) -> Counts:
+    """Runs both sides and counts.
+
+    Args:
+        root: An empty directory for everything.
+        s3: Store on an S3 server that is started for this.
+        console: Where progress is told; nowhere if None.
+
+    Raises:
+        ArtifactSyncError: It cannot run, and why.
+    """
+    console = console or Console(quiet=True)
+    with _storage(root, s3=s3) as place, _ray(root / _MESSAGES):
+        return {title: _count(_run(title, place(name), root, console)) for title, name in SIDES.items()}
+
+
+def is_exact(counts: Counts) -> bool:
+    """Whether nothing is lost, twice, or of another time with this library."""
+    return all(count.exact for count in counts[SYNCED].values())
 
 
 def _run(title: str, storage_path: str, root: Path, console: Console) -> dict[str, Observed]:
@@ -65,7 +91,7 @@ def _run(title: str, storage_path: str, root: Path, console: Console) -> dict[st
 
     started = time.monotonic()
     with console.status(f"{title}: running {len(scenarios.SCENARIOS)} trials ..."):
-        observed = run_side(storage_path, root / "seen_at_resume" / _NAMES[title], synced=title == _SYNCED)
+        observed = run_side(storage_path, root / "seen_at_resume" / SIDES[title], synced=title == SYNCED)
     console.print(f"{title}: {len(observed)} trials in {time.monotonic() - started:.0f} s.")
     return observed
 
@@ -77,12 +103,12 @@ def _count(observed: dict[str, Observed]) -> dict[str, TrialCount]:
     }
 
 
-def _explain(console: Console, counts: dict[str, dict[str, TrialCount]], *, exact: bool) -> None:
+def _explain(console: Console, counts: Counts, *, exact: bool) -> None:
     lost, twice, right, expected = (
-        sum(trial.lines.lost for trial in counts[_PLAIN].values()),
-        sum(trial.lines.duplicated for trial in counts[_PLAIN].values()),
-        sum(trial.at_stop.right for trial in counts[_PLAIN].values()),
-        sum(trial.at_stop.expected for trial in counts[_PLAIN].values()),
+        sum(trial.lines.lost for trial in counts[PLAIN].values()),
+        sum(trial.lines.duplicated for trial in counts[PLAIN].values()),
+        sum(trial.at_stop.right for trial in counts[PLAIN].values()),
+        sum(trial.at_stop.expected for trial in counts[PLAIN].values()),
     )
     console.print(
         f"\nBoth sides ran the same training: a checkpoint every {scenarios.CHECKPOINT_EVERY} steps, trouble in step "
@@ -93,13 +119,13 @@ def _explain(console: Console, counts: dict[str, dict[str, TrialCount]], *, exac
         f"{expected} files of the end arrived."
     )
     if exact:
-        console.print("With this library, every file is exactly what an undisturbed training would have left.")
+        console.print("With this library, every line is there once, and every file is the one that it should be.")
     else:
-        console.print("[bold red]With this library, something is NOT exact. This is a bug; please report it.[/bold red]")
+        console.print("With this library, something is NOT exact: a bug, please report it.", style="bold red")
 
 
 def _say_where(console: Console, files: Path, messages: Path) -> None:
-    places = [files / name for name in _NAMES.values()]
+    places = [files / name for name in SIDES.values()]
     console.print("\n".join(f"  {place}" for place in ("The files lie in", *places)).strip(), markup=False)
     console.print(f"What Ray printed: {messages}", markup=False)
 
@@ -127,14 +153,18 @@ def _workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _storage(root: Path, *, s3: bool) -> Iterator[tuple[Callable[[str], str], Path]]:
-    """Yields a function from a name to a storage path for Ray, and where its files can be looked at."""
-    files = root / "storage"
-    if not s3:
-        yield lambda name: str(files / name), files
-        return
-    with local_s3.local_s3(files) as server, _environment(server.environment):
-        yield server.uri, files / local_s3.BUCKET
+def _storage(root: Path, *, s3: bool) -> Iterator[Callable[[str], str]]:
+    """Yields a function from a name to a storage path for Ray."""
+    if s3:
+        with local_s3.local_s3(root / _STORAGE) as server, _environment(server.environment):
+            yield server.uri
+    else:
+        yield lambda name: str(root / _STORAGE / name)
+
+
+def _files(root: Path, *, s3: bool) -> Path:
+    """Where the files of `_storage` can be looked at."""
+    return root / _STORAGE / local_s3.BUCKET if s3 else root / _STORAGE
 
 
 @contextlib.contextmanager
@@ -148,7 +178,7 @@ def _ray(messages: Path) -> Iterator[None]:
     ):
         try:
             import ray  # noqa: PLC0415  (reads the variables)
-            import ray.tune  # noqa: PLC0415, F401
+            import ray.tune  # noqa: PLC0415
         except ImportError as error:
             raise ArtifactSyncError(f"Ray Tune cannot be imported: {error}. `pip install 'ray[tune]'`.") from error
         with warnings.catch_warnings():

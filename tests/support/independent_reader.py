@@ -59,7 +59,10 @@ def content_of(place: Place, names: Iterable[str], path: str, entry: dict) -> by
     """The first `size` bytes at the path, else any preserved copy; None if no place has the right digest."""
     if entry["size"] == 0:
         return b""  # the first 0 bytes of anything; nothing is kept for it
-    places = [path, *(name for name in names if name.startswith(f"{STATE}/objects/") and name.endswith(entry["digest"]))]
+    places = [
+        path,
+        *(name for name in names if name.startswith(f"{STATE}/objects/") and name.endswith(entry["digest"])),
+    ]
     for candidate in places:
         try:
             data = place.read(candidate)[: entry["size"]]

@@ -1,0 +1,135 @@
+"""Runs the release tests: whole scenarios on real Ray, with figures.
+
+    python release_tests/run.py            all of them; writes release_tests/results.md
+    python release_tests/run.py --quick    those for every commit
+    python release_tests/run.py NAME ...   the files with these names
+
+Each file in `scenarios/` is one scenario (see there), run in a process of its own. Exit code: 0 if all passed, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SCENARIOS = HERE / "scenarios"
+RESULTS = HERE / "results.md"
+TIMEOUT = 600.0
+
+sys.path.insert(0, str(HERE.parent))  # scenarios import each other and the tests' servers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    seconds: float
+    figures: dict[str, object]
+    error: str = ""
+
+    @property
+    def summary(self) -> str:
+        figures = ", ".join(f"{name}: {value}" for name, value in self.figures.items())
+        return f"{'FAIL' if self.error else 'ok':4} {self.name} ({self.seconds:.0f} s) {self.error or figures}"
+
+
+def load(stem: str):
+    return importlib.import_module(f"release_tests.scenarios.{stem}")
+
+
+def run_in_process(stem: str, workdir: Path) -> Outcome:
+    """Runs one scenario in a child; its output is shown only if it fails."""
+    module = load(stem)
+    started = time.monotonic()
+    result, output = workdir / "figures.json", workdir / "output.log"
+    (workdir / "work").mkdir()
+    with open(output, "wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, __file__, "--child", str(workdir), stem], stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            code = child.wait(getattr(module, "TIMEOUT", TIMEOUT))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # the group that it started in, by id
+                child.wait()
+    seconds = time.monotonic() - started
+    if code == 0:
+        return Outcome(module.NAME, seconds, json.loads(result.read_text()))
+    print(output.read_text(errors="replace")[-8000:], flush=True)
+    return Outcome(module.NAME, seconds, {}, "took too long" if code is None else f"exit code {code}, see above")
+
+
+def run_as_child(stem: str, workdir: Path) -> int:
+    try:
+        figures = load(stem).run(workdir / "work")
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    (workdir / "figures.json").write_text(json.dumps(figures))
+    return 0
+
+
+def write_results(outcomes: list[Outcome]) -> None:
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in ("ray-artifact-sync", "ray", "pyarrow", "obstore")
+    )
+    where = f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.system()}"
+    lines = [
+        "# Release test results",
+        "",
+        f"{date.today().isoformat()}: {versions}, {where}. Written by `python release_tests/run.py`.",
+        "",
+        "| scenario | result | seconds | figures |",
+        "|---|---|---|---|",
+    ]
+    for outcome in outcomes:
+        figures = "; ".join(f"{name}: {value}" for name, value in outcome.figures.items())
+        result = f"FAIL: {outcome.error}" if outcome.error else "passed"
+        lines.append(f"| {outcome.name} | {result} | {outcome.seconds:.0f} | {figures} |")
+    RESULTS.write_text("\n".join(lines) + "\n")
+    print(f"Written: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="file names in scenarios/, without .py")
+    parser.add_argument("--quick", action="store_true", help="only the quick ones; writes no results")
+    parser.add_argument("--child", metavar="DIR", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return run_as_child(options.names[0], options.child)
+
+    known = sorted(path.stem for path in SCENARIOS.glob("*.py") if not path.stem.startswith("_"))
+    if unknown := set(options.names) - set(known):
+        parser.error(f"there is no scenario {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
+    wanted = [stem for stem in options.names or known if not options.quick or load(stem).quick]
+    outcomes = []
+    for stem in wanted:
+        with tempfile.TemporaryDirectory(prefix="release-test-", ignore_cleanup_errors=True) as workdir:
+            outcomes.append(run_in_process(stem, Path(workdir)))
+        print(outcomes[-1].summary, flush=True)
+    failed = sum(bool(outcome.error) for outcome in outcomes)
+    print(f"{len(outcomes)} scenarios, {failed} failed.")
+    if not options.quick and not options.names:
+        write_results(outcomes)
+    return 1 if failed or not outcomes else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,12 @@
+"""The demo on an S3 server (`rclone serve s3`)."""
+
+from pathlib import Path
+
+from release_tests.scenarios import demo
+
+NAME = "demo, S3"
+quick = False
+
+
+def run(workdir: Path) -> dict[str, object]:
+    return demo.run(workdir, s3=True)

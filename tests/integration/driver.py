@@ -1,0 +1,46 @@
+"""A driver of its own process, to be killed: `python -m tests.integration.driver PLACE.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import ray
+from pyarrow import fs as pafs
+from ray import cloudpickle, tune
+
+from tests.integration import trainables
+from tests.integration.places import Place
+from tests.integration.runs import tuner
+from tests.support.s3_servers import filesystem_at
+
+
+def place_of(spec: dict) -> Place:
+    filesystem: pafs.FileSystem | None = filesystem_at(spec["endpoint"]) if spec.get("endpoint") else None
+    return Place(spec["storage_path"], filesystem)
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    cloudpickle.register_pickle_by_value(trainables)
+    ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    place, tmp_path = place_of(spec), Path(spec["tmp_path"])
+    trainable = getattr(trainables, spec["trainable"])
+    if spec.get("restore"):
+        restored = tune.Tuner.restore(
+            spec["restore"],
+            trainable,
+            storage_filesystem=place.filesystem,
+            **spec.get("restore_options", {}),
+        )
+        results = restored.fit()
+    else:
+        results = tuner(trainable, place, tmp_path, spec["config"], **spec.get("options", {})).fit()
+    print(json.dumps({"path": results[0].path, "error": str(results[0].error or "")}))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

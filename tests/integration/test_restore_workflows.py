@@ -1,0 +1,246 @@
+"""`Tuner.restore` after the driver died, with the trial's worker dying with it; moved experiments; PBT; num_to_keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ray import tune
+from ray.tune.schedulers import PopulationBasedTraining
+
+from ray_artifact_sync import ArtifactSyncer
+from tests.integration.places import Place, local_place, s3_place
+from tests.integration.runs import LINES, check_exact, trial_dir, tuner
+from tests.integration.trainables import Exploited, Logging
+from tests.support.s3_servers import filesystem_at
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_driver(tmp_path: Path, spec: dict) -> subprocess.Popen:
+    file = tmp_path / f"driver-{time.monotonic_ns()}.json"
+    file.write_text(json.dumps({"tmp_path": str(tmp_path), **spec}))
+    environment = {**os.environ, "RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.driver", str(file)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(path: Path, driver: subprocess.Popen, seconds: float = 90) -> None:
+    ends = time.monotonic() + seconds
+    while not path.exists():
+        assert driver.poll() is None, "the driver ended early"
+        assert time.monotonic() < ends, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def kill_session(driver: subprocess.Popen, worker: int) -> None:
+    """The driver, the worker and all of the driver's Ray processes die at once, without a word."""
+    os.kill(worker, signal.SIGSTOP)
+    children = _descendants(driver.pid)
+    for pid in [driver.pid, *children, worker]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    driver.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (OSError, IndexError):
+                continue
+            if parent == pid:
+                found += [int(entry.name), *_descendants(int(entry.name))]
+    return found
+
+
+def run_driver(tmp_path: Path, spec: dict) -> dict:
+    driver = start_driver(tmp_path, spec)
+    out, _ = driver.communicate(timeout=150)
+    assert driver.returncode == 0, out
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture
+def killed(request, tmp_path, place):
+    """An experiment whose driver and worker were killed in step 6, with a checkpoint after step 4."""
+    spec = {"storage_path": place.storage_path, "trainable": "Logging", "config": {"wait_at": 6}}
+    if place.filesystem is not None:
+        spec["endpoint"] = request.getfixturevalue("proxy").endpoint
+    driver = start_driver(tmp_path, spec)
+    wait_for(tmp_path / "markers/waiting", driver)
+    worker = int((tmp_path / "markers/waiting").read_text())
+    kill_session(driver, worker)
+    (tmp_path / "markers/go_on").touch()
+    return spec
+
+
+def test_tuner_restore_after_the_driver_was_killed(killed, place, tmp_path):
+    result = run_driver(tmp_path, {**killed, "restore": f"{place.storage_path}/exp"})
+    assert not result["error"]
+    check_exact(place.fetch(result["path"]))
+    assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
+
+
+def test_moved_experiment(killed, place, tmp_path):
+    if place.filesystem is not None:
+        pytest.skip("moving is a local matter; the next test copies to S3")
+    moved = tmp_path / "moved"
+    shutil.move(place.storage_path, moved)
+    result = run_driver(tmp_path, {**killed, "storage_path": str(moved), "restore": f"{moved}/exp"})
+    assert not result["error"]
+    check_exact(place.fetch(result["path"]))
+    assert str(moved) in result["path"]
+    assert not Path(place.storage_path).exists()
+    assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
+
+
+@pytest.mark.s3
+def test_experiment_copied_to_another_store(tmp_path, proxy, rclone):
+    place = local_place(tmp_path)
+    spec = {"storage_path": place.storage_path, "trainable": "Logging", "config": {"wait_at": 6}}
+    driver = start_driver(tmp_path, spec)
+    wait_for(tmp_path / "markers/waiting", driver)
+    kill_session(driver, int((tmp_path / "markers/waiting").read_text()))
+    (tmp_path / "markers/go_on").touch()
+    target = s3_place(tmp_path, filesystem_at(proxy.endpoint))
+    for file in Path(place.storage_path).rglob("*"):
+        if file.is_file():
+            path = f"{target.storage_path}/{file.relative_to(place.storage_path)}"
+            with target.filesystem.open_output_stream(path) as stream:
+                stream.write(file.read_bytes())
+    shutil.rmtree(place.storage_path)
+    result = run_driver(
+        tmp_path,
+        {
+            **spec,
+            "endpoint": proxy.endpoint,
+            "storage_path": target.storage_path,
+            "restore": f"{target.storage_path}/exp",
+        },
+    )
+    assert not result["error"]
+    check_exact(target.fetch(result["path"]))
+    assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
+
+
+@pytest.mark.parametrize("option", ["resume_errored", "restart_errored"])
+def test_errored_trials(ray_cluster, place, tmp_path, option):
+    results = tuner(Logging, place, tmp_path, {"crash_at": 6, "crash": "raise"}, max_failures=0).fit()
+    assert results[0].error is not None
+    restored = tune.Tuner.restore(
+        f"{place.storage_path}/exp", Logging, storage_filesystem=place.filesystem, **{option: True}
+    )
+    results = restored.fit()
+    directory = trial_dir(place, results[0])
+    check_exact(directory)
+    if option == "resume_errored":
+        assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
+
+
+def test_deleted_checkpoints_take_their_snapshots_along(ray_cluster, place, tmp_path):
+    config = {"crash_at": 7, "wipe": True, "sync_first": True}
+    checkpoint = {"checkpoint_frequency": 1, "num_to_keep": 2}
+    results = tuner(Logging, place, tmp_path, config, checkpoint=checkpoint).fit()
+    directory = trial_dir(place, results[0])
+    check_exact(directory)
+    assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:6]
+    snapshots = list(directory.glob("checkpoint_*/.ray_artifact_sync-*.json"))
+    assert len(snapshots) == 2
+    kept = {path.name for path in directory.glob(".ray_artifact_sync/objects/*/*")}
+    referenced = {
+        entry["digest"]
+        for path in [*snapshots, *directory.glob(".ray_artifact_sync/**/manifest.json")]
+        for entry in json.loads(path.read_text())["entries"].values()
+        if "digest" in entry
+    }
+    assert kept <= referenced
+
+
+def pbt(place: Place, tmp_path: Path, config: dict, **options):
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
+        metric="score",
+        mode="max",
+        perturbation_interval=4,
+        quantile_fraction=0.5,
+        resample_probability=0.0,
+        hyperparam_mutations={"lr": [0.1, 0.2]},
+        synch=True,
+    )
+    return tuner(
+        Exploited,
+        place,
+        tmp_path,
+        {"score": tune.grid_search([0, 100]), "lr": 0.1, **config},
+        checkpoint={},
+        tune_config=tune.TuneConfig(scheduler=scheduler, **options),
+    ).fit()
+
+
+def own_lines(place: Place, result) -> list[list[str]]:
+    return [line.split() for line in (trial_dir(place, result) / "own.txt").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["new-actor", "reused-actor"])
+def test_pbt_keeps_each_trials_own_artifacts(ray_cluster, place, tmp_path, reuse):
+    results = pbt(place, tmp_path, {}, reuse_actors=reuse)
+    exploited = 0
+    for result in results:
+        lines = own_lines(place, result)
+        assert {line[0] for line in lines} == {result.metrics["trial_id"]}
+        exploited += len({line[2] for line in lines}) > 1
+        assert len(lines) == len({tuple(line) for line in lines}), "a step twice"
+    assert exploited, "no trial was exploited; the test shows nothing"
+
+
+def test_crash_right_after_an_exploit_returns_to_that_moment(ray_cluster, place, tmp_path):
+    results = pbt(place, tmp_path, {"crash_after_exploit": True})
+    assert (tmp_path / "markers/crash").exists(), "no trial was exploited; the test shows nothing"
+    for result in results:
+        lines = own_lines(place, result)
+        assert {line[0] for line in lines} == {result.metrics["trial_id"]}
+        assert len(lines) == len({tuple(line) for line in lines}), "a step twice"
+
+
+def test_storage_filesystem_that_cannot_be_pickled_is_told_at_once(ray_cluster, tmp_path):
+    import threading
+
+    from fsspec.implementations.memory import MemoryFileSystem
+    from pyarrow import fs as pafs
+
+    from ray_artifact_sync import ConfigurationError
+
+    class Stubborn(MemoryFileSystem):
+        cachable = False
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.lock = threading.Lock()
+
+        def __reduce__(self):
+            raise TypeError("cannot pickle a lock")
+
+    filesystem = pafs.PyFileSystem(pafs.FSSpecHandler(Stubborn()))
+    with pytest.raises((ConfigurationError, TypeError), match="pickle"):
+        tuner(Logging, Place("bucket", filesystem), tmp_path, {}, syncer=ArtifactSyncer()).fit()
