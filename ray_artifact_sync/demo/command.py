@@ -76,7 +76,7 @@ def measure(root: Path, *, s3: bool = False, console: Console | None = None) -> 
         ArtifactSyncError: It cannot run, and why.
     """
     console = console or Console(quiet=True)
-    with _storage(root, s3=s3) as place, _ray(root / _MESSAGES):
+    with _storage(root, console, s3=s3) as place, _ray(root / _MESSAGES):
         return {title: _count(_run(title, place(name), root, console)) for title, name in SIDES.items()}
 
 
@@ -112,7 +112,7 @@ def _explain(console: Console, counts: Counts, *, exact: bool) -> None:
     )
     console.print(
         f"\nBoth sides ran the same training: a checkpoint every {scenarios.CHECKPOINT_EVERY} steps, trouble in step "
-        f"{scenarios.CRASH_AT}; then Ray restored the trial."
+        f"{scenarios.CRASH_AT}. Ray restored the trials that were killed."
     )
     console.print(
         f"With Ray alone (sync_artifacts=True), {lost} lines are lost, {twice} are there twice, and {right} of "
@@ -153,10 +153,11 @@ def _workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _storage(root: Path, *, s3: bool) -> Iterator[Callable[[str], str]]:
+def _storage(root: Path, console: Console, *, s3: bool) -> Iterator[Callable[[str], str]]:
     """Yields a function from a name to a storage path for Ray."""
     if s3:
         with local_s3.local_s3(root / _STORAGE) as server, _environment(server.environment):
+            console.print(f"Storage: {server.uri()} (rclone's S3 server, started for this demo).", markup=False)
             yield server.uri
     else:
         yield lambda name: str(root / _STORAGE / name)

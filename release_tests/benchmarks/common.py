@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -128,13 +129,29 @@ def make_large(path: str, size: int) -> str:
     return path
 
 
+class Server(RcloneServer):
+    """The tests' server, but it remembers its directories: else it lists them again for every PUT, which is O(n^2)."""
+
+    def command(self, port: int) -> list[str]:
+        command = super().command(port)
+        if "--dir-cache-time" in command:
+            command[command.index("--dir-cache-time") + 1] = "1h"
+        return command
+
+    def forget(self) -> None:
+        """After a change behind its back."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGHUP)
+        time.sleep(0.05)
+
+
 class Place:
     """An S3 server of this machine's, with or without added latency.
 
     Without latency, clients talk to it directly; else through the proxy, which also counts requests.
     """
 
-    def __init__(self, server: RcloneServer, latency: float, proxy: FaultProxy | None) -> None:
+    def __init__(self, server: Server, latency: float, proxy: FaultProxy | None) -> None:
         self.server = server
         self.latency = latency
         self.proxy = proxy
@@ -145,10 +162,12 @@ class Place:
         """Where the server keeps a prefix; made, because this server takes directory markers for files."""
         path = os.path.join(self.server.data, self.bucket, prefix)
         os.makedirs(path, exist_ok=True)
+        self.server.forget()
         return path
 
     def remove(self, prefix: str) -> None:
         shutil.rmtree(os.path.join(self.server.data, self.bucket, prefix), ignore_errors=True)
+        self.server.forget()
 
     def count(self, run: Callable[[], object]) -> dict[str, int]:
         """Requests by kind that `run` makes; needs the proxy."""
@@ -160,7 +179,7 @@ class Place:
 
 @contextlib.contextmanager
 def s3(latency: float = 0.0, *, proxied: bool | None = None) -> Iterator[Place]:
-    with RcloneServer() as server, contextlib.ExitStack() as stack:
+    with Server() as server, contextlib.ExitStack() as stack:
         proxy = None
         if latency or proxied:
             proxy = stack.enter_context(FaultProxy(server.endpoint))

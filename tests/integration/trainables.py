@@ -28,7 +28,7 @@ class Logging(ArtifactSyncMixin, tune.Trainable):
     Config: `crash_at` (step) and `crash` ("kill" or "raise"), `wipe` (remove the working dir with the crash, as when
     the trial moves to another node), `sync_first` (sync before the crash, as a periodic sync would), `markers`
     (directory for once-only files), `open_in_setup`, `steps`, `wait_at` (step; waits there for the file
-    `markers/go_on`), `kill_in_save` (n: die at the end of the n-th save, after everything was uploaded).
+    `markers/go_on`), `await_period` (before the crash, wait until a background sync has come by), `kill_in_save` (n: die at the end of the n-th save, after everything was uploaded).
     """
 
     steps = 8
@@ -73,8 +73,12 @@ class Logging(ArtifactSyncMixin, tune.Trainable):
             time.sleep(0.02)
 
     def crash(self) -> None:
+        import time
+
         if self.cfg.get("sync_first"):
             self.artifacts.sync()
+        while self.cfg.get("await_period") and self.artifacts.store.stat(f"plots/{self.n}.bin") is None:
+            time.sleep(0.02)
         if self.cfg.get("crash") == "raise":
             Path("raised.txt").write_text(f"written in the step that raised: {self.n}\n")
             raise RuntimeError("crash on command")
@@ -213,3 +217,23 @@ def function(config: dict) -> None:
         Path("cleanup.txt").write_text("written in cleanup\n")
         if config.get("who"):
             Path(f"only_{config['who']}.txt").write_text("x")
+
+
+class ManyFiles(ArtifactSyncMixin, tune.Trainable):
+    """Writes many files in its last step, which the driver (not the trainable) decides is the last."""
+
+    def setup(self, config: dict) -> None:
+        self.n = 0
+
+    def step(self) -> dict:
+        self.n += 1
+        if self.n == 2:
+            for number in range(60):
+                Path(f"{number}.txt").write_text(f"{number}\n")
+        return {"n": self.n}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "n").write_text(str(self.n))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.n = int(Path(checkpoint_dir, "n").read_text())

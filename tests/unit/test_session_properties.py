@@ -32,7 +32,7 @@ from ray_artifact_sync.errors import ArtifactSyncError
 from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.posix import PosixStore
 
-EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "40"))
 STEPS = int(os.environ.get("PROPERTY_STEPS", "30"))
 PHASES = [
     phase
