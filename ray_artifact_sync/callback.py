@@ -25,9 +25,16 @@ class ArtifactSyncCallback(Callback):  # type: ignore[misc]  # Ray has no type i
         timeout: Seconds to wait at most.
     """
 
+    active = False
+    """Whether some experiment of this process has one."""
+
     def __init__(self, timeout: float = 1800.0) -> None:
         self.timeout = timeout
         self._pending: dict[str, Any] = {}
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Ray calls this when an experiment begins."""
+        ArtifactSyncCallback.active = True
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         """Asks the trial's actor to flush; waits for all flushes if no other trial is running."""

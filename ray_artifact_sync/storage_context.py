@@ -54,6 +54,7 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
                 self.storage_filesystem,
                 sync_period=self.sync_config.sync_period,
                 sync_timeout=self.sync_config.sync_timeout,
+                registry=self.sync_config.registry,
             )
         return bound
 

@@ -15,6 +15,7 @@ from ray.train._internal.syncer import Syncer
 
 from ray_artifact_sync.concurrency import Deadline, Operation, OperationThread
 from ray_artifact_sync.directory_sync import DirectorySync, sync_directory_down
+from ray_artifact_sync.driver_files import DriverFiles
 from ray_artifact_sync.entries import Skip
 from ray_artifact_sync.errors import ArtifactSyncError, SyncTimeoutError
 from ray_artifact_sync.options import (
@@ -90,6 +91,7 @@ class ArtifactSyncer(Syncer):
         self.report_metrics = report_metrics
         self.storage_filesystem = storage_filesystem
         self._on_driver = False
+        self._registry = ArtifactRegistry.default()
         self._reset_runtime()
         self.options()  # tells bad options now
 
@@ -99,6 +101,7 @@ class ArtifactSyncer(Syncer):
         self._operation: Operation | None = None
         self._command: Callable[[Deadline], object] | None = None
         self._directories: dict[tuple[str, str], DirectorySync] = {}
+        self._driver_files: DriverFiles | None = None
 
     def options(
         self, *, registry: ArtifactRegistry | None = None, sync_period: float | None = None, **others: Any
@@ -118,10 +121,16 @@ class ArtifactSyncer(Syncer):
         )
 
     def bind(
-        self, storage_filesystem: pyarrow.fs.FileSystem, *, sync_period: float, sync_timeout: float | None
+        self,
+        storage_filesystem: pyarrow.fs.FileSystem,
+        *,
+        sync_period: float,
+        sync_timeout: float | None,
+        registry: ArtifactRegistry,
     ) -> ArtifactSyncer:
         """A copy for one storage context of a run: the driver's experiment state, the whole staging directory."""
         bound = copy.copy(self)
+        bound._registry = registry  # noqa: SLF001  (our own copy)
         bound.storage_filesystem = storage_filesystem
         bound.sync_period = sync_period
         bound.sync_timeout = sync_timeout
@@ -255,6 +264,11 @@ class ArtifactSyncer(Syncer):
             directory = self._directories[key] = DirectorySync(
                 key[0], self._open(key[1]), options=self.options(), verify_remote=not self._on_driver
             )
+        if self._on_driver:
+            if self._driver_files is None:
+                _warn_without_callback()
+                self._driver_files = DriverFiles(key[0], self._registry)
+            self._driver_files.before_sync(lambda trial: self._open(f"{key[1]}/{trial}"))
         directory.sync_up(deadline, rule)
 
     def _launch(self, command: Callable[[Deadline], object]) -> bool:
@@ -276,10 +290,21 @@ class ArtifactSyncer(Syncer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_thread", "_lock", "_operation", "_command", "_directories"):
+        for name in ("_thread", "_lock", "_operation", "_command", "_directories", "_driver_files"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset_runtime()
+
+
+def _warn_without_callback() -> None:
+    from ray_artifact_sync.callback import ArtifactSyncCallback  # noqa: PLC0415  (imports all of ray.tune)
+
+    if not ArtifactSyncCallback.active:
+        logger.warning(
+            "This run has no ArtifactSyncCallback: Ray may end a trial's actor 10 s after the last result, before its "
+            "artifacts are in storage. Use `ray_artifact_sync.configure(run_config)`, or add ArtifactSyncCallback() to "
+            "RunConfig(callbacks=...)."
+        )

@@ -60,17 +60,19 @@ def rounds(
     *,
     prepare: Callable[[str, str], object] | None = None,
     tidy: Callable[[str], object] | None = None,
+    warm_up: bool = True,
 ) -> dict[str, list[float]]:
-    """Runs all contestants one after the other, `count` times, each into a new place; after one round to warm up.
+    """Runs all contestants one after the other, `count` times, each into a new place.
 
     Args:
         contestants: Name to a function that gets the name of a place where nothing is yet.
         count: Rounds.
         prepare: Called with contestant and place before each run; not timed.
         tidy: Takes the place away again; not timed.
+        warm_up: One round more, before the others, that does not count.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(count + 1):
+    for number in range(0 if warm_up else 1, count + 1):
         for name, run in contestants.items():
             place = f"{name.replace(' ', '-').replace('/', '-')}-{number}-{time.time_ns()}"
             if prepare is not None:

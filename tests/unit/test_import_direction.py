@@ -42,6 +42,7 @@ LAYERS = {
     "session": SESSION,
     "sharding": SESSION,
     "config": RAY,
+    "driver_files": SESSION,
     "syncer": RAY,
     "storage_context": RAY,
     "trainable": RAY,

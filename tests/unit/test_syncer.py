@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.train._internal.syncer import Syncer
 
-from ray_artifact_sync import ArtifactSyncer, ConfigurationError
+from ray_artifact_sync import ArtifactRegistry, ArtifactSyncer, ConfigurationError
 from ray_artifact_sync.errors import ArtifactSyncError, IncompleteSyncError, SyncTimeoutError
 
 
@@ -161,7 +161,9 @@ def test_driver_sends_what_changed(tmp_path, s3_filesystem, proxy):
 
     staging = tmp_path / "staging"
     write(staging, {f"trial_{n}/{name}": f"{n}" for n in range(1000) for name in "abcde"})
-    syncer = ArtifactSyncer(max_concurrency=32).bind(s3_filesystem, sync_period=30, sync_timeout=600)
+    syncer = ArtifactSyncer(max_concurrency=32).bind(
+        s3_filesystem, sync_period=30, sync_timeout=600, registry=ArtifactRegistry.default().with_owner("test", *"abcde")
+    )
     sync_up(syncer, staging, f"{BUCKET}/{tmp_path.name}/exp")
     write(staging, {f"trial_{n}/a": f"{n} more" for n in range(10)})
     proxy.reset_counts()
@@ -171,3 +173,58 @@ def test_driver_sends_what_changed(tmp_path, s3_filesystem, proxy):
     proxy.reset_counts()
     sync_up(syncer, staging, f"{BUCKET}/{tmp_path.name}/exp")
     assert sum(proxy.counts.values()) == 0
+
+
+def test_undeclared_and_colliding_files_of_the_driver(tmp_path, caplog):
+    """The driver's summary.json stays, the worker's is kept for its checkpoint, and both are named once."""
+    from pyarrow import fs as pafs
+
+    from ray_artifact_sync import TrialArtifacts
+    from ray_artifact_sync.layout import make_token
+    from ray_artifact_sync.stores.posix import PosixStore
+
+    experiment, staging = tmp_path / "exp", tmp_path / "staging"
+
+    def session(token: int) -> TrialArtifacts:
+        session = TrialArtifacts(
+            str(tmp_path / f"wd{token}"), PosixStore(experiment / "t_1"), trial="t_1", token=make_token(token)
+        )
+        session.begin()
+        return session
+
+    worker = session(1)
+    write(tmp_path / "wd1", {"summary.json": "the worker's"})
+    worker.commit_checkpoint("checkpoint_000000", lambda engine: engine.store.make_dir("checkpoint_000000"))
+    worker.close()
+    write(staging, {"t_1/summary.json": "the driver's", "t_1/progress.csv": "x", "experiment_state-1.json": "{}"})
+    driver = ArtifactSyncer().bind(
+        pafs.LocalFileSystem(), sync_period=30, sync_timeout=60, registry=ArtifactRegistry.default()
+    )
+    sync_up(driver, staging, experiment)
+    sync_up(driver, staging, experiment)
+    assert (experiment / "t_1/summary.json").read_text() == "the driver's"
+    said = [record.getMessage() for record in caplog.records if "summary.json" in record.getMessage()]
+    assert len(said) == 2
+    assert "artifact_patterns = ('summary.json',)" in said[0]
+    assert "is written by the driver and by the trainable" in said[1]
+    assert "progress.csv" not in caplog.text
+    restored = session(2)
+    report = restored.restore("checkpoint_000000", fresh=True)
+    restored.close(flush=False)
+    assert report.exact
+    assert (tmp_path / "wd2/summary.json").read_text() == "the worker's"
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_a_run_without_the_callback_is_told(tmp_path, caplog, monkeypatch, active):
+    from pyarrow import fs as pafs
+
+    from ray_artifact_sync import ArtifactSyncCallback
+
+    monkeypatch.setattr(ArtifactSyncCallback, "active", active)
+    write(tmp_path / "staging", {"x": "1"})
+    driver = ArtifactSyncer().bind(
+        pafs.LocalFileSystem(), sync_period=30, sync_timeout=60, registry=ArtifactRegistry.default()
+    )
+    sync_up(driver, tmp_path / "staging", tmp_path / "exp")
+    assert ("no ArtifactSyncCallback" in caplog.text) is not active
