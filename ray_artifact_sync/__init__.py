@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from ray_artifact_sync.function import with_artifacts as with_artifacts
     from ray_artifact_sync.registry import ArtifactRegistry as ArtifactRegistry
     from ray_artifact_sync.session import TrialArtifacts as TrialArtifacts
+    from ray_artifact_sync.sharded_upload import ShardedUpload as ShardedUpload
     from ray_artifact_sync.syncer import ArtifactSyncer as ArtifactSyncer
     from ray_artifact_sync.trainable import ArtifactSyncMixin as ArtifactSyncMixin
     from ray_artifact_sync.uploader import RemoteUploader as RemoteUploader
@@ -83,6 +84,7 @@ _HOMES = {
     "WorkerDiedError": "errors",
     "ArtifactRegistry": "registry",
     "TrialArtifacts": "session",
+    "ShardedUpload": "sharded_upload",
     "ArtifactSyncer": "syncer",
     "ArtifactSyncMixin": "trainable",
     "with_artifacts": "function",

@@ -213,11 +213,15 @@ class CopyStored:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A local file that is not synced, and why."""
+    """A local file that is not synced, and why.
+
+    `unreadable` (a file, or a directory with all below it) does not say that it is gone: what the head lists there
+    stays listed.
+    """
 
     path: str
     reason: str
-    kind: Literal["owned", "excluded", "unsupported", "vanished", "invalid", "unstable"]
+    kind: Literal["owned", "excluded", "unsupported", "unreadable", "vanished", "invalid", "unstable"]
 
 
 Transfer: TypeAlias = Upload | Append | CopyStored

@@ -125,11 +125,11 @@ class IncompleteSyncError(ArtifactSyncError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, (cls, message, fields) = super().__reduce__()
-        failures = {path: _portable(error) for path, error in self.failures.items()}
+        failures = {path: portable(error) for path, error in self.failures.items()}
         return rebuild, (cls, message, {**fields, "failures": failures})
 
 
-def _portable(error: BaseException) -> BaseException:
+def portable(error: BaseException) -> BaseException:
     """The error itself if it survives pickling (clients' errors may hold a socket), else one with its text."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  (our own bytes)

@@ -9,6 +9,8 @@
     layers/<token>-<n>.json         immutable parts that head and snapshots refer to
     objects/<token>/<digest>        preserved versions
     aside/<token>/manifest.json     newest manifest that a restore superseded
+    aside/<token>/files/            files that no manifest listed, and that were in the way of an artifact's directory
+    metadata/<token>.json           what the ranks of a sharded upload say about the set that this token committed
     exploits/<key>.json             own manifest at the moment another trial's checkpoint was taken over
     tmp/<token>/                    files being written, on stores that need a rename to be atomic
 
@@ -29,6 +31,7 @@ LAYERS = f"{STATE_DIR}/layers"
 OBJECTS = f"{STATE_DIR}/objects"
 ASIDE = f"{STATE_DIR}/aside"
 EXPLOITS = f"{STATE_DIR}/exploits"
+METADATA = f"{STATE_DIR}/metadata"
 TMP = f"{STATE_DIR}/tmp"  # noqa: S108  (in the trial dir)
 
 SET_ASIDE = f"{STATE_DIR}/set_aside"
@@ -89,6 +92,11 @@ def is_reserved(path: str) -> bool:
 def object_path(token: str, digest: str) -> str:
     """Where `token` preserves the version with this digest."""
     return f"{OBJECTS}/{token}/{digest}"
+
+
+def aside_file_path(token: str, path: str) -> str:
+    """Where `token` puts a file that no manifest lists and that is in its way."""
+    return f"{ASIDE}/{token}/files/{path}"
 
 
 def aside_path(token: str) -> str:

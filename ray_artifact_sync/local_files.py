@@ -206,6 +206,20 @@ class ConsistentReader:
         version = FileStat(size, before.mtime_ns, before.ctime_ns, before.inode)
         self.hashed = HashedFile(version, digest, {}, settled=quiet and size == before.size)
 
-    def read_all(self) -> bytes:
-        """All of the bytes at once (for small files)."""
-        return b"".join(self)
+    def read_all(self, limit: int | None = None) -> bytes:
+        """All of the bytes at once (for small files).
+
+        Args:
+            limit: How many bytes may be held in memory; None for any number.
+
+        Raises:
+            FileChangedError: There are more by now.
+        """
+        parts: list[bytes] = []
+        size = 0
+        for part in self:
+            size += len(part)
+            if limit is not None and size > limit:
+                raise FileChangedError(f"{self._path!r} is not a small file any more.", path=self._path)
+            parts.append(part)
+        return b"".join(parts)

@@ -74,7 +74,7 @@ class _Walk:
             except (FileNotFoundError, NotADirectoryError):
                 continue  # gone since its parent was listed; the root may not exist yet
             except OSError as error:
-                self.skip(prefix or ".", f"unreadable directory: {error.strerror}", "unsupported")
+                self.skip(prefix or ".", f"unreadable directory: {error.strerror}", "unreadable")
                 continue
             if not entries and prefix:
                 self.empty_dirs.append(prefix)
@@ -104,7 +104,7 @@ class _Walk:
             # In the form that Python would write it in: a raw newline or byte must not break a log.
             self.skip(repr(path)[1:-1], str(error).removesuffix("."), "invalid")
         except OSError as error:
-            self.skip(path, f"unreadable: {error.strerror}", "unsupported")
+            self.skip(path, f"unreadable: {error.strerror}", "unreadable")
         return None
 
     def file(self, entry: os.DirEntry[str], path: str, *, is_link: bool) -> None:
@@ -200,7 +200,7 @@ def hash_local_file(
     except FileChangedError as error:
         return Skip(file.path, str(error), "unstable")
     except OSError as error:
-        return Skip(file.path, f"unreadable: {error.strerror}", "unsupported")
+        return Skip(file.path, f"unreadable: {error.strerror}", "unreadable")
     if cache is not None:
         cache.remember(file.path, hashed)
     return LocalFile(file.path, hashed.stat.size, hashed.stat.mtime_ns, hashed.digest, hashed.prefix_digests)

@@ -71,7 +71,7 @@ class TrialArtifacts:
     Args:
         working_dir: Local directory that the trial writes into.
         store: Storage, with the trial dir as its root.
-        trial: The trial dir's name.
+        trial: The trial dir's name, or what reads it.
         token: The attempt (see `layout.make_token`); must be larger than those of all earlier attempts.
         options: How to sync.
         registered_checkpoint: Index of the newest checkpoint that counts; directories with a larger one are leftovers
@@ -83,7 +83,7 @@ class TrialArtifacts:
         working_dir: str,
         store: ArtifactStore,
         *,
-        trial: str,
+        trial: str | TrialDir,
         token: str,
         options: SyncOptions | None = None,
         registered_checkpoint: int | None = None,
@@ -91,7 +91,7 @@ class TrialArtifacts:
         self.options = options or SyncOptions()
         self.token = token
         self.store = store
-        self.trial = TrialDir(store, trial)
+        self.trial = trial if isinstance(trial, TrialDir) else TrialDir(store, trial)
         self.stats = SyncStats()
         self._working_dir = WorkingDir(working_dir, token)
         self._writer = TrialWriter(self.trial, token)
@@ -104,12 +104,13 @@ class TrialArtifacts:
             before_write=self._check_writer,
             confirm_writer=self._writer.confirm,
         )
-        self._thread = OperationThread(f"artifact-sync-{trial}")
+        self._thread = OperationThread(f"artifact-sync-{self.trial.name}")
         self._ticker: threading.Thread | None = None
         self._stop_ticking = threading.Event()
         self._cache = HashCache()
         self._known = _Storage()
         self._patience = self.options.predecessor_wait
+        self._half_restored = False
         self._begun = self._closed = self._opened = False
         self._said: set[tuple[str, str]] = set()
         self._last_failure = ""
@@ -303,6 +304,10 @@ class TrialArtifacts:
             for path in manifest.entries:
                 if path in inventory.files and path not in known.mirror.states:
                     known.mirror.states[path] = _state_from_listing(inventory, path, head.manifest.get(path), written)
+        unlisted = [path for path in inventory.files if path not in known.mirror.states]
+        known.mirror.unlisted = frozenset(path for path in unlisted if self.options.skip_rule(path, False) is None)
+        for path in known.mirror.unlisted:
+            known.mirror.states[path] = _state_from_listing(inventory, path, None, written)
         known.mirror.head = head.manifest
         referenced = known.referenced_digests()
         known.trusted = {digest for digest in inventory.objects if digest in referenced}
@@ -349,6 +354,11 @@ class TrialArtifacts:
         started = time.monotonic()
         self._open(deadline)
         known = self._known
+        if self._half_restored:
+            raise ArtifactSyncError(
+                "The last restore did not complete, so that the working dir is a mix of versions; nothing is synced from "
+                "it until one does."
+            )
         with self._exclusive(deadline):
             self._check_writer()
             kept = len(known.mirror.preserved)
@@ -399,13 +409,18 @@ class TrialArtifacts:
 
     def _remove_stale_snapshots(self, name: str, deadline: Deadline) -> None:
         """A reused checkpoint directory must not show an earlier snapshot as that of the new checkpoint."""
-        self._open(deadline)
-        self._check_writer()
         known = self._known
-        stale = known.snapshots.get(name, ())
+        try:
+            self._open(deadline)
+            known = self._known
+            stale = known.snapshots.get(name, ())
+        except ManifestError:  # of a newer release: no reason to lose the checkpoint too
+            files = self._request(lambda: self.store.list_files(name), deadline, "Looking for a stale snapshot")
+            stale = tuple(file.path for file in files if layout.snapshot_token(file.path.rpartition("/")[2]))
+        self._check_writer()
         if stale:
             self._request(lambda: self._writer.delete(stale), deadline, "Removing a stale snapshot")
-            del known.snapshots[name]
+            known.snapshots.pop(name, None)
             known.retained.pop(name, None)
 
     def _finish_checkpoint(self, name: str, stack: ManifestStack, deadline: Deadline) -> None:
@@ -489,7 +504,7 @@ class TrialArtifacts:
             )
             own = self._known.found if fresh else self._known.stack
             return self._bring_back(own, deadline, exact=False, fresh=fresh)
-        with self._exclusive(deadline):
+        with self._exclusive(deadline), self._restoring():
             try:
                 return self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
             except IncompleteSyncError as error:
@@ -499,7 +514,7 @@ class TrialArtifacts:
 
     def _bring_back(self, stack: ManifestStack, deadline: Deadline, *, exact: bool, fresh: bool) -> RestoreReport:
         known = self._known
-        with self._exclusive(deadline):
+        with self._exclusive(deadline), self._restoring():
             report = self._restore_pass(self.trial, known.objects(self.token), deadline, fresh=fresh).run(
                 stack.manifest, exact=exact
             )
@@ -601,6 +616,12 @@ class TrialArtifacts:
             self._patience = self.options.predecessor_wait if held else 0.0
             self._working_dir.check()
             yield
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        self._half_restored = True
+        yield
+        self._half_restored = False
 
     def _request(self, call: Callable[[], Result], deadline: Deadline, what: str) -> Result:
         return call_with_retries(call, retries=self.options.retries, deadline=deadline, what=what)

@@ -57,11 +57,14 @@ class Mirror:
         head: Newest committed manifest.
         states: What each path holds now.
         preserved: Digests that are kept as objects.
+        unlisted: Files that were there at the start and that no manifest lists: an earlier attempt's, or somebody
+            else's.
     """
 
     head: Manifest = field(default_factory=Manifest)
     states: dict[str, PathState] = field(default_factory=dict)
     preserved: set[str] = field(default_factory=set)
+    unlisted: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -78,6 +81,7 @@ class SyncPass:
         rule: Leaves local files out.
         skip_checkpoints: Leave out Ray's checkpoint directories.
         staging: Directory for copies of files that keep changing.
+        elsewhere: Artifact path to the local file to send, where that is not at the same path below `root`.
     """
 
     root: str
@@ -89,6 +93,7 @@ class SyncPass:
     rule: SkipRule
     skip_checkpoints: bool = False
     staging: str = ""
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
     entries: dict[str, FileEntry] = field(default_factory=dict)
     skips: list[Skip] = field(default_factory=list)
     failures: dict[str, BaseException] = field(default_factory=dict)
@@ -102,11 +107,15 @@ class SyncPass:
             ArtifactConflictError: A newer attempt took over.
             SyncTimeoutError: The deadline passed.
         """
-        started = time.monotonic()
         scan = scan_tree(self.root, self.rule, skip_checkpoints=self.skip_checkpoints)
         self.skips.extend(scan.skips)
         self.cache.forget_except(scan.files.keys())
-        changed = self.round(as_local_files(scan, self.cache), {})
+        return self.run_files(as_local_files(scan, self.cache))
+
+    def run_files(self, files: dict[str, LocalFile]) -> SyncReport:
+        """Like `run`, for files that were listed already."""
+        started = time.monotonic()
+        changed = self.round(files, {})
         for _ in range(ROUNDS - 1):
             if not changed:
                 break
@@ -114,7 +123,8 @@ class SyncPass:
                 changed = self.round(local, sources) | restless
         for path in changed:
             self.skips.append(Skip(path, "keeps changing while it is read", "unstable"))
-        self.keep_old_versions([*changed, *self.failures])
+        unreadable = {skip.path for skip in self.skips if skip.kind == "unreadable"}
+        self.keep_old_versions([*changed, *self.failures, *self.listed_below(unreadable)])
         return SyncReport(
             Manifest(self.entries),
             self.bytes_sent,
@@ -126,6 +136,7 @@ class SyncPass:
 
     def round(self, local: dict[str, LocalFile], sources: Mapping[str, str]) -> set[str]:
         """Plans and transfers some files; returns those that changed meanwhile."""
+        sources = {**self.elsewhere, **sources}
         unstable = self.hash_wanted(local, sources)
         plan = self.plan(local)
         # Until the run says otherwise, it is not known what these paths hold: the process or the request may die.
@@ -138,12 +149,18 @@ class SyncPass:
                 states=before,
                 deadline=self.deadline,
                 sources=sources,
+                set_aside={op.path for op in plan.removes if self.is_of_others(op.path)},
                 result=result,
             )
         finally:
             self.absorb(plan, result, before)
         self.entries.update((entry.path, entry) for entry in plan.unchanged)
         return result.changed | unstable
+
+    def is_of_others(self, path: str) -> bool:
+        """Whether a stored file may be somebody else's, so that it must not be deleted."""
+        state = self.mirror.states.get(path)
+        return path in self.mirror.unlisted and (state is None or not state.own)
 
     def plan(self, local: Mapping[str, LocalFile]) -> SyncPlan:
         plan = plan_sync_up(
@@ -230,6 +247,15 @@ class SyncPass:
             if path not in directories and not any(parent is not None and not parent.is_dir for parent in above):
                 self.entries[path] = entry
 
+    def listed_below(self, paths: Collection[str]) -> list[str]:
+        """What the head lists at or below some paths; `.` is the root."""
+        if not paths:
+            return []
+        above = set(paths)
+        return [
+            path for path in self.mirror.head.entries if "." in above or not above.isdisjoint([path, *parents(path)])
+        ]
+
     @contextmanager
     def staged(self, paths: Collection[str]) -> Iterator[tuple[dict[str, LocalFile], dict[str, str], set[str]]]:
         """Copies files that somebody writes to all the time: a local copy is quick, an upload may not be."""
@@ -244,7 +270,7 @@ class SyncPass:
                 self.deadline.check()
                 target = os.path.join(directory, str(number))
                 try:
-                    _copy_consistent(os.path.join(self.root, path), target)
+                    _copy_consistent(self.elsewhere.get(path) or os.path.join(self.root, path), target)
                 except FileNotFoundError:
                     self.skips.append(Skip(path, "deleted before it could be sent", "vanished"))
                     continue

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,6 +77,19 @@ def call_with_retries(
             before()
         return call()
 
+    # The first try is made here: the machinery for the others costs as much as sending a small file.
+    try:
+        return attempt()
+    except Exception as error:
+        if retries == 0 or not is_retryable(error):
+            raise
+        failed = [error]
+
+    def attempt_again() -> Result:
+        if failed:
+            raise failed.pop()  # the first try, as far as counting and waiting go
+        return attempt()
+
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_retryable),
         stop=tenacity.stop_after_attempt(retries + 1),
@@ -84,7 +97,7 @@ def call_with_retries(
         sleep=deadline.sleep,
         before_sleep=log,
         reraise=True,
-    )(attempt)
+    )(attempt_again)
 
 
 @dataclass(slots=True)
@@ -154,6 +167,7 @@ class TransferEngine:
         states: Mapping[str, PathState],
         deadline: Deadline,
         sources: Mapping[str, str] | None = None,
+        set_aside: Collection[str] = (),
         result: TransferResult | None = None,
     ) -> TransferResult:
         """Carries out a plan.
@@ -164,6 +178,7 @@ class TransferEngine:
             states: What the paths hold (for conditional writes).
             deadline: Ends the work.
             sources: Artifact path to another local file to send in its place (a staged copy).
+            set_aside: Paths that are copied aside before they are removed.
             result: Where to record what happens, for a caller that needs it also when this raises.
 
         Returns:
@@ -173,7 +188,7 @@ class TransferEngine:
             ArtifactConflictError: A newer attempt took over; nothing more was written.
             SyncTimeoutError: The deadline passed.
         """
-        job = _Job(self, states, root, sources or {}, deadline, result or TransferResult())
+        job = _Job(self, states, root, sources or {}, set_aside, deadline, result or TransferResult())
         result = job.result
         try:
             job.each(plan.preserves, job.preserve)
@@ -234,7 +249,7 @@ class TransferEngine:
 
     def budget_for(self, size: int) -> int:
         """What a file counts for in the memory budget, in bytes."""
-        return size if size <= SMALL_FILE else LARGE_FILE_WEIGHT
+        return size if size <= SMALL_FILE else min(2 * size, LARGE_FILE_WEIGHT)
 
     def put_file(
         self, path: str, reader: ConsistentReader, size: int, state: PathState | None, deadline: Deadline
@@ -243,7 +258,7 @@ class TransferEngine:
 
         def put(**precondition: object) -> StoredFile:
             if size <= SMALL_FILE:
-                return self.store.put(path, reader.read_all(), **precondition)  # type: ignore[arg-type]
+                return self.store.put(path, reader.read_all(LARGE_FILE_WEIGHT), **precondition)  # type: ignore[arg-type]
             chunks = self.watched(reader, deadline)
             return self.store.put(path, chunks, size_hint=size, **precondition)  # type: ignore[arg-type]
 
@@ -275,6 +290,7 @@ class _Job:
         states: Mapping[str, PathState],
         root: str,
         sources: Mapping[str, str],
+        set_aside: Collection[str],
         deadline: Deadline,
         result: TransferResult,
     ) -> None:
@@ -282,6 +298,7 @@ class _Job:
         self.states = states
         self.root = root
         self.sources = sources
+        self.set_aside = set_aside
         self.deadline = deadline
         self.result = result
         self._lock = threading.Lock()
@@ -306,7 +323,7 @@ class _Job:
                 if isinstance(error, ArtifactSyncError):
                     self.fail(op.path, error)
                 else:
-                    self.skip(Skip(op.path, f"unreadable: {error.strerror}", "unsupported"))
+                    self.skip(Skip(op.path, f"unreadable: {error.strerror}", "unreadable"))
             except FileChangedError:
                 with self._lock:
                     self.result.changed.add(op.path)
@@ -348,6 +365,17 @@ class _Job:
                 self.result.preserved.add(digest)
 
     def remove(self, op: Remove) -> None:
+        if op.path in self.set_aside:
+            aside = layout.aside_file_path(self.engine._token, op.path)  # noqa: SLF001
+            logger.warning(
+                "%s in %s is listed nowhere and stands where %s; it is moved to %s.",
+                op.path,
+                self.engine.store.description,
+                op.reason,
+                aside,
+            )
+            copy = partial(self.engine.store.copy, op.path, aside)
+            self.engine.call(f"Setting {op.path} aside", copy, self.deadline, path=aside)
         self.engine.call(
             f"Deleting {op.path}", lambda: self.engine.store.delete([op.path]), self.deadline, path=op.path
         )

@@ -138,6 +138,10 @@ class TrialDir:
         """Names of the checkpoint directories present."""
         return [name for name in self.store.list_dirs() if layout.is_checkpoint_dir(name)]
 
+    def in_checkpoint(self, path: str) -> bool:
+        """Whether a file belongs to a checkpoint."""
+        return "/" in path and layout.is_checkpoint_dir(path.partition("/")[0])
+
     def inventory(self) -> Inventory:
         """Lists everything (one request for each 1,000 files on object stores)."""
         files: dict[str, StoredFile] = {}
@@ -159,7 +163,7 @@ class TrialDir:
                         asides.add(token)
                     case ["exploits", name]:
                         exploits.add(name.removesuffix(".json"))
-            elif len(parts) > 1 and layout.is_checkpoint_dir(parts[0]):
+            elif self.in_checkpoint(file.path):
                 if len(parts) == 2 and layout.snapshot_token(parts[1]):  # noqa: PLR2004
                     snapshots.setdefault(parts[0], []).append(file.path)
             else:
@@ -250,6 +254,7 @@ class TrialWriter:
         self._proven = float("-inf")
         self._lost: str | None = None
         self._claimed = False
+        self._writes_from = float("-inf")
         self._head_etag: str | None = None
         self._head_known = False
         self._layer_numbers = itertools.count(1)
@@ -274,9 +279,17 @@ class TrialWriter:
         if newest != self.token:
             self._write_claim(self._claim_body(), existed=newest is not None)
         self.store.begin_writing(self.token)
+        if not self._claimed and newest is not None and newest != self.token and not self._is_protected:
+            # The predecessor may trust its last proof for so long, and nothing else would stop it.
+            self._writes_from = time.monotonic() + LEASE_SECONDS
         self._claimed = True
         self._proven = time.monotonic()
         return newest is not None
+
+    @property
+    def _is_protected(self) -> bool:
+        """Whether the store itself refuses the writes of a replaced attempt."""
+        return bool(self.store.can_fence or self.store.can_precondition)
 
     def _claim_body(self) -> bytes:
         return json.dumps({"format": FORMAT, "kind": "writer", "token": self.token}).encode()
@@ -327,6 +340,8 @@ class TrialWriter:
         """
         if self._lost is not None:
             self._lose(self._lost)
+        if (early := self._writes_from - time.monotonic()) > 0:
+            time.sleep(early)  # only then: even a sleep of 0 s costs as much as writing a small file
         if time.monotonic() - self._proven > LEASE_SECONDS:
             with self._lock:
                 if time.monotonic() - self._proven > LEASE_SECONDS:  # not asked by another thread meanwhile
@@ -347,6 +362,13 @@ class TrialWriter:
             self._write_claim(self._claim_body(), existed=newest is not None)
         self._proven = asked
 
+    def _check_for_commit(self) -> None:
+        if self._is_protected:
+            self.check()
+            return
+        time.sleep(max(0.0, self._writes_from - time.monotonic()))
+        self.confirm()
+
     def _lose(self, newest: str) -> None:
         self._lost = newest
         raise ArtifactConflictError(
@@ -355,6 +377,10 @@ class TrialWriter:
             newest=newest,
             token=self.token,
         )
+
+    def newest_token(self) -> str:
+        """The token of the newest claim, empty if there is none."""
+        return self._read_writer() or ""
 
     def _read_writer(self) -> str | None:
         """The token of the newest claim; None if there never was one, empty if it is damaged."""
@@ -391,7 +417,7 @@ class TrialWriter:
         Raises:
             ArtifactConflictError: A newer attempt took over; nothing was written.
         """
-        self.check()
+        self._check_for_commit()
         data = encode(stack.document("manifest", token=self.token))
         if not self.store.can_precondition:
             self.store.put(layout.MANIFEST, data)
@@ -416,18 +442,18 @@ class TrialWriter:
 
     def write_snapshot(self, stack: ManifestStack, checkpoint: str) -> None:
         """Stores a manifest inside a checkpoint. Atomic; with it, the checkpoint has artifacts."""
-        self.check()
+        self._check_for_commit()
         document = stack.document("snapshot", token=self.token, trial=self.trial.name, checkpoint=checkpoint)
         self.store.put(f"{checkpoint}/{layout.snapshot_name(self.token)}", encode(document))
 
     def write_record(self, path: str, stack: ManifestStack) -> None:
         """Stores a manifest under another name (set aside, exploit)."""
-        self.check()
+        self._check_for_commit()
         self.store.put(path, encode(stack.document("manifest", token=self.token)))
 
     def delete(self, paths: Iterable[str]) -> None:
         """Deletes files of this library."""
         paths = list(paths)
         if paths:
-            self.check()
+            self._check_for_commit()
             self.store.delete(paths)

@@ -14,6 +14,7 @@ outlive their parent.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -28,6 +29,7 @@ from blake3 import blake3
 from ray_artifact_sync import layout
 from ray_artifact_sync.entries import FileEntry
 from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, IntegrityError
+from ray_artifact_sync.local_files import FileStat
 from ray_artifact_sync.stores.base import Buffer
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class WorkingDir:
         self.root = os.path.abspath(root)
         self.token = token
         self._alive_fd: int | None = None
+        self._token_seen: tuple[FileStat, str] | None = None
         self._mutex = threading.RLock()
 
     def local_path(self, path: str) -> str:
@@ -104,11 +107,18 @@ class WorkingDir:
             wait_seconds: How long to wait for another attempt's operation; None for as long as it takes.
 
         Yields:
-            Whether the lock is held (False after the wait was in vain).
+            Whether the lock is held. False after the wait was in vain, or where nothing can be written any more: what
+            a disk with errors, remounted read-only, still holds is to be saved all the same.
         """
         with self._mutex:
-            os.makedirs(self.local_path(layout.STATE_DIR), exist_ok=True)
-            fd = os.open(self.local_path(layout.LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                os.makedirs(self.local_path(layout.STATE_DIR), exist_ok=True)
+                fd = os.open(self.local_path(layout.LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+                    raise
+                yield False
+                return
             try:
                 yield _lock_within(fd, wait_seconds)
             finally:
@@ -135,12 +145,20 @@ class WorkingDir:
         self._alive_fd = fd
 
     def _read_token(self) -> str | None:
+        path = self.local_path(layout.LOCAL_TOKEN)
         try:
-            with open(self.local_path(layout.LOCAL_TOKEN), encoding="ascii") as file:
+            # It is only ever replaced by a new file, so that an equal stat is an equal token. Asked before every write.
+            seen = FileStat.of(os.stat(path))
+            if self._token_seen is not None and self._token_seen[0] == seen:
+                return self._token_seen[1]
+            with open(path, encoding="ascii") as file:
                 token = file.read().strip()
         except (OSError, UnicodeDecodeError):
             return None
-        return token if layout.is_token(token) else None
+        if not layout.is_token(token):
+            return None
+        self._token_seen = seen, token
+        return token
 
     def _write_token(self) -> None:
         temporary = self.local_path(f"{layout.LOCAL_TOKEN}.{self.token}")

@@ -53,11 +53,13 @@ class ArtifactStore(abc.ABC):
         can_append: Whether `append` works.
         can_precondition: Whether `if_match` and `if_absent` are enforced. For object stores this starts as None
             (unknown) and is set by the one who found out (the claim of the writer file probes it).
+        can_fence: Whether `begin_writing` cuts off writes in flight of older tokens.
     """
 
     description: str
     can_append: bool = False
     can_precondition: bool | None = False
+    can_fence: bool = False
 
     @abc.abstractmethod
     def stat(self, path: str) -> StoredFile | None:

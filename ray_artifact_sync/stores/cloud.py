@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -23,6 +24,7 @@ from ray_artifact_sync.errors import (
     StorageError,
     StoragePermissionError,
 )
+from ray_artifact_sync.stores.ahead import ReadAhead
 from ray_artifact_sync.stores.base import (
     CHUNK_SIZE,
     ArtifactStore,
@@ -49,7 +51,9 @@ SMALL = 8 * 1024 * 1024
 
 _PARTS = 9_000  # S3 and Azure end at 10,000 and 50,000; the rest is room for files that grow
 _PART_CONCURRENCY = 4  # parts in flight of one file: memory is this many parts
-_WINDOW = 32 * 1024 * 1024  # bytes of one GET, so that the request timeout fits files of any size
+_WINDOW = 16 * 1024 * 1024  # bytes of one GET, so that the request timeout fits files of any size
+_DEPTH = 3  # windows of one file that are read ahead
+_ahead = threading.BoundedSemaphore(4)  # windows read ahead in this process: memory is this many
 _DELETE_BATCH = 1_000
 _COPY_LIMIT = 5 * 1024**3  # S3's CopyObject
 
@@ -165,24 +169,26 @@ class CloudStore(ArtifactStore):
             self._require(path)
             return
         end = None if length is None else start + length
-        etag: str | None = None
-        while end is None or start < end:
-            got = self._get(path, start, end, etag)
-            if got is None:
-                return
-            response, skip = got
-            size, etag = response.meta["size"], response.meta["e_tag"]
-            end = size if end is None else min(end, size)
-            stop = end if self._ignores_ranges else min(end, start + _WINDOW)
-            for chunk in self._stream(response, path, skip, stop - start, chunk_size):
-                start += byte_length(chunk)
-                yield chunk
-            if start < stop:
-                raise StorageError(
-                    f"{path!r} in {self.description} ended after {start} of {stop} bytes.",
-                    retryable=True,
-                    path=path,
-                )
+        got = self._get(path, start, end, None)
+        if got is None:
+            return
+        response, skip = got
+        size, etag = response.meta["size"], response.meta["e_tag"]
+        end = size if end is None else min(end, size)
+        stop = end if self._ignores_ranges else min(end, start + _WINDOW)
+
+        def window(at: int) -> Iterator[Buffer]:
+            got = self._get(path, at, end, etag)
+            if got is not None:
+                yield from self._exactly(*got, path, at, min(end, at + _WINDOW), chunk_size)
+
+        ahead = ReadAhead(window, range(stop, end, _WINDOW), _ahead, depth=_DEPTH)
+        try:
+            ahead.begin()
+            yield from self._exactly(response, skip, path, start, stop, chunk_size)
+            yield from ahead.chunks()
+        finally:
+            ahead.close()
 
     def put(
         self,
@@ -340,6 +346,20 @@ class CloudStore(ArtifactStore):
     def _request(self, path: str, options: dict[str, Any]) -> Any:
         with self._errors("read", path):
             return obstore.get(self.client, self._key(path), options=options)
+
+    def _exactly(
+        self, response: Any, skip: int, path: str, start: int, stop: int, chunk_size: int
+    ) -> Iterator[Buffer]:
+        """The bytes `[start, stop)` out of a response, `skip` bytes into it; raises if they are not all there."""
+        for chunk in self._stream(response, path, skip, stop - start, chunk_size):
+            start += byte_length(chunk)
+            yield chunk
+        if start < stop:
+            raise StorageError(
+                f"{path!r} in {self.description} ended after {start} of {stop} bytes.",
+                retryable=True,
+                path=path,
+            )
 
     def _stream(self, response: Any, path: str, skip: int, length: int, chunk_size: int) -> Iterator[Buffer]:
         """`length` bytes of a response after the first `skip`; the rest is not fetched."""

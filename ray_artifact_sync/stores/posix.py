@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import shutil
@@ -89,12 +90,15 @@ class PosixStore(ArtifactStore):
 
     can_append = True
     can_precondition = False
+    can_fence = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.description = f"directory {self.root}"
         self._token: str | None = None
         self._free_name = f"{_FREE_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        self._unique = secrets.token_hex(8)
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._writes = 0
 
@@ -253,16 +257,25 @@ class PosixStore(ArtifactStore):
         """
         base = self._full(TMP)
         own = os.path.join(base, token)
+        for _ in range(_RENAME_TRIES):
+            try:
+                os.makedirs(own, exist_ok=True)
+                break
+            except FileNotFoundError:
+                continue  # another process tidied an empty parent in between
+            except OSError as error:
+                raise self._error(error, "create the directory", f"{TMP}/{token}") from error
         try:
-            os.makedirs(own, exist_ok=True)
             # Made first, listed second: of two attempts at once, the later lister sees both.
             names = os.listdir(base)
         except OSError as error:
-            raise self._error(error, "create the directory", f"{TMP}/{token}") from error
+            raise self._error(error, "list", TMP) from error
         newer = [name for name in names if is_token(name) and name > token]
         if newer:
             _take_away(base, token)
             raise self._lost(max(newer))
+        if token not in names:
+            raise StorageError(f"The directory {own} vanishes again and again.", retryable=True)
         for name in names:
             if _is_superseded(base, name, token):
                 _take_away(base, name)
@@ -279,18 +292,27 @@ class PosixStore(ArtifactStore):
         if_absent: bool = False,
     ) -> StoredFile:
         """Lets `fill` write a temporary file, and puts it in place."""
-        with self._temporary(path) as (temporary, descriptor):
+        target = self._full(path)
+        with self._writing():
+            temporary, descriptor = self._create_temporary(path)
+            renamed = False
             try:
-                fill(descriptor)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
-                raise
-            written = self._finish(temporary, descriptor, path)
-            if if_match is not None:
-                self._require_etag(path, if_match)
-            if not (if_absent and self._link(temporary, path)):
-                self._rename(temporary, path)
+                try:
+                    fill(descriptor)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.close(descriptor)
+                    raise
+                written = self._finish(temporary, descriptor, path)
+                if if_match is not None:
+                    self._require_etag(path, if_match)
+                if not (if_absent and self._link(temporary, target, path)):
+                    self._place(temporary, target, path, os.replace)
+                    renamed = True
+            finally:
+                if not renamed:  # a failure, or a second link
+                    with contextlib.suppress(OSError):
+                        os.unlink(temporary)
         return _stored(path, written)
 
     def _finish(self, temporary: str, descriptor: int, path: str) -> os.stat_result:
@@ -304,17 +326,15 @@ class PosixStore(ArtifactStore):
             raise self._error(error, "write", path) from error
 
     @contextlib.contextmanager
-    def _temporary(self, path: str) -> Iterator[tuple[str, int]]:
+    def _writing(self) -> Iterator[None]:
+        if self._token:  # its directory stays
+            yield
+            return
         with self._lock:
             self._writes += 1
-        temporary = ""
         try:
-            temporary, descriptor = self._create_temporary(path)
-            yield temporary, descriptor
+            yield
         finally:
-            if temporary:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)  # after success it is gone, or a second link
             with self._lock:
                 self._writes -= 1
                 if not self._writes and not self._token:
@@ -322,10 +342,10 @@ class PosixStore(ArtifactStore):
                     self._remove_empty(f"{TMP}/{self._free_name}")
 
     def _create_temporary(self, path: str) -> tuple[str, int]:
-        name = secrets.token_hex(12)
         token = self._token
-        folder = self._full(f"{TMP}/{token or self._free_name}")
-        temporary = os.path.join(folder, name)
+        folder = f"{self.root}/{TMP}/{token or self._free_name}"
+        # The process is part of the name: a forked child goes on from the same number.
+        temporary = f"{folder}/{self._unique}-{os.getpid()}-{next(self._numbers)}"
         for _ in range(_RENAME_TRIES):
             try:
                 return temporary, os.open(temporary, _OPEN_FOR_WRITE, 0o666)
@@ -346,15 +366,10 @@ class PosixStore(ArtifactStore):
             path=path,
         )
 
-    def _rename(self, temporary: str, path: str) -> None:
-        target = self._full(path)
-        self._place(temporary, path, lambda: os.replace(temporary, target))
-
-    def _link(self, temporary: str, path: str) -> bool:
+    def _link(self, temporary: str, target: str, path: str) -> bool:
         """Puts a new file in place; False where the file system has no hard links."""
-        target = self._full(path)
         try:
-            self._place(temporary, path, lambda: os.link(temporary, target))
+            self._place(temporary, target, path, os.link)
         except FileExistsError as error:
             raise PreconditionFailedError(f"{path!r} in {self.description} exists already.", path=path) from error
         except StorageError as error:
@@ -366,12 +381,11 @@ class PosixStore(ArtifactStore):
             return False
         return True
 
-    def _place(self, temporary: str, path: str, act: Callable[[], None]) -> None:
+    def _place(self, temporary: str, target: str, path: str, act: Callable[[str, str], None]) -> None:
         """Runs a rename or link, making the target's parents when they are missing."""
-        target = self._full(path)
         for _ in range(_RENAME_TRIES):
             try:
-                act()
+                act(temporary, target)
             except FileNotFoundError as error:
                 if not os.path.lexists(temporary):
                     raise self._lost() from error

@@ -24,6 +24,20 @@ from tests.support.s3_servers import BUCKET, RcloneServer, environment
 RESULTS = Path(__file__).with_name("results")
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
+
+
+def _fast_directory() -> str | None:
+    """`BENCHMARK_DIR`, or memory where there is enough of it: disks would decide, and throttle whoever comes last."""
+    if directory := os.environ.get("BENCHMARK_DIR"):
+        return directory
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage("/dev/shm").free > 12 * GIB:
+            return "/dev/shm"
+    return None
+
+
+tempfile.tempdir = _fast_directory()  # the S3 server's data goes there too
+
 # For every S3 client; set before the first of them is imported.
 os.environ.update(environment())
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -103,8 +117,8 @@ def times(seconds: Mapping[str, list[float]]) -> str:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[str]:
-    """A directory that is gone afterwards; on `BENCHMARK_DIR`, or where temporary files go."""
-    directory = tempfile.mkdtemp(prefix="artifact-sync-bench-", dir=os.environ.get("BENCHMARK_DIR"))
+    """A directory that is gone afterwards."""
+    directory = tempfile.mkdtemp(prefix="artifact-sync-bench-")
     try:
         yield directory
     finally:
@@ -224,6 +238,7 @@ def machine() -> dict[str, str]:
         "cpu": f"{os.cpu_count()} x {cpu}",
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.0f} GiB",
         "system": platform.release(),
+        "directory": "memory (tmpfs)" if tempfile.gettempdir() == "/dev/shm" else "disk",
         "python": platform.python_version(),
         "ray": ray.__version__,
         "pyarrow": pyarrow.__version__,

@@ -27,14 +27,15 @@ def table() -> str:
             lines.append(f"| {row['work']} | {row['target']} | {row['measured']} | {reached} |")
             if row["note"]:
                 footnotes.append(f"- {row['work']}: {row['note']}")
-    versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name not in ("cpu", "memory", "system"))
+    versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name not in ("cpu", "memory", "system", "directory"))
     return "\n".join(
         [
             *lines,
             "",
             *footnotes,
             "",
-            f"Machine: {machine['cpu']}, {machine['memory']}, Linux {machine['system']}; {versions}.",
+            f"Machine: {machine['cpu']}, {machine['memory']}, Linux {machine['system']}; files and server in "
+            f"{machine['directory']}; {versions}.",
             "",
             "Runs: " + "; ".join(about) + ".",
         ]

@@ -22,7 +22,7 @@ def once(marker: str) -> bool:
     return True
 
 
-class Logging(ArtifactSyncMixin, tune.Trainable):
+class LoggingBody(tune.Trainable):
     """Writes a line a step, binary files, and a file that is rewritten.
 
     Config: `crash_at` (step) and `crash` ("kill" or "raise"), `wipe` (remove the working dir with the crash, as when
@@ -64,10 +64,14 @@ class Logging(ArtifactSyncMixin, tune.Trainable):
             self.wait_for_go_on()
         return {"n": self.n, "done": self.n >= self.cfg.get("steps", self.steps)}
 
+    def sync_now(self) -> None:
+        """What a periodic sync would do; the same call with and without this library."""
+        self._storage.persist_artifacts(force=True)
+
     def wait_for_go_on(self) -> None:
         import time
 
-        self.artifacts.sync()
+        self.sync_now()
         self.mark("waiting", str(os.getpid()))
         while not Path(self.cfg["markers"], "go_on").exists():
             time.sleep(0.02)
@@ -76,7 +80,7 @@ class Logging(ArtifactSyncMixin, tune.Trainable):
         import time
 
         if self.cfg.get("sync_first"):
-            self.artifacts.sync()
+            self.sync_now()
         while self.cfg.get("await_period") and self.artifacts.store.stat(f"plots/{self.n}.bin") is None:
             time.sleep(0.02)
         if self.cfg.get("crash") == "raise":
@@ -117,7 +121,11 @@ class Logging(ArtifactSyncMixin, tune.Trainable):
             self.log.close()
 
 
-class Reusable(Logging):
+class Logging(ArtifactSyncMixin, LoggingBody):
+    """With this library."""
+
+
+class ReusableBody(LoggingBody):
     """Writes a file that names the trial; its actor is used for several trials."""
 
     steps = 3
@@ -128,7 +136,11 @@ class Reusable(Logging):
         Path(f"only_{config['who']}.txt").write_text("x")
 
 
-class Exploited(ArtifactSyncMixin, tune.Trainable):
+class Reusable(ArtifactSyncMixin, ReusableBody):
+    """With this library."""
+
+
+class ExploitedBody(tune.Trainable):
     """For PBT: the trial with the low score is told to take over the other's checkpoint."""
 
     def setup(self, config: dict) -> None:
@@ -143,7 +155,7 @@ class Exploited(ArtifactSyncMixin, tune.Trainable):
         # PBT gives the loser the winner's config too; what it was born with is in its own artifacts.
         born = Path("own.txt").read_text().split()[2]
         if self.cfg.get("crash_after_exploit") and self.model != born and once(f"{self.cfg['markers']}/crash"):
-            self.artifacts.sync()
+            self._storage.persist_artifacts(force=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return {"score": self.cfg["score"] + self.n, "n": self.n, "done": self.n >= 12}
 
@@ -157,6 +169,10 @@ class Exploited(ArtifactSyncMixin, tune.Trainable):
     def reset_config(self, new_config: dict) -> bool:
         self.setup(new_config)
         return True
+
+
+class Exploited(ArtifactSyncMixin, ExploitedBody):
+    """With this library."""
 
 
 class Plain(tune.Trainable):
@@ -219,7 +235,7 @@ def function(config: dict) -> None:
             Path(f"only_{config['who']}.txt").write_text("x")
 
 
-class ManyFiles(ArtifactSyncMixin, tune.Trainable):
+class ManyFilesBody(tune.Trainable):
     """Writes many files in its last step, which the driver (not the trainable) decides is the last."""
 
     def setup(self, config: dict) -> None:
@@ -237,3 +253,7 @@ class ManyFiles(ArtifactSyncMixin, tune.Trainable):
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         self.n = int(Path(checkpoint_dir, "n").read_text())
+
+
+class ManyFiles(ArtifactSyncMixin, ManyFilesBody):
+    """With this library."""

@@ -73,6 +73,7 @@ class WrappedStore(ArtifactStore):
         self.inner = inner
         self.description = inner.description
         self.can_append = inner.can_append
+        self.can_fence = inner.can_fence
 
     @property
     def can_precondition(self):

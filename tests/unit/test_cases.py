@@ -1,4 +1,4 @@
-"""Inputs that broke tools like this one, each through a whole session: ownership, moving files, file types and names."""
+"""Inputs that broke tools like this one, each through a whole session: owners, moving files, types and names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import sys
 import tempfile
 import threading
 import time
+import tracemalloc
 
 import pytest
 from blake3 import blake3
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs as pafs
-from tests.support.s3_servers import BUCKET
-from tests.support.sessions import WrappedStore, open_session, read_tree, save
 
 from ray_artifact_sync import layout, local_files, sync_up
 from ray_artifact_sync.errors import IncompleteSyncError
@@ -28,8 +27,9 @@ from ray_artifact_sync.local_files import hash_file
 from ray_artifact_sync.registry import ArtifactRegistry
 from ray_artifact_sync.stores import open_store
 from ray_artifact_sync.stores.arrow import ArrowStore
-from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.posix import PosixStore
+from tests.support.s3_servers import BUCKET
+from tests.support.sessions import WrappedStore, open_session, read_tree, save
 
 MIB = 1024 * 1024
 CHECKPOINT = "checkpoint_000000"
@@ -196,7 +196,10 @@ def test_sync_artifacts_false_writes_not_one_artifact_byte(tmp_path, monkeypatch
         made.persist_artifacts(force=True)
         made.end_session()
         return {
-            os.path.join(folder, file) for folder, _, files in os.walk(tmp_path / name) for file in files if "trial" in folder
+            os.path.join(folder, file)
+            for folder, _, files in os.walk(tmp_path / name)
+            for file in files
+            if "trial" in folder
         }
 
     assert context(False, "off") == set()
@@ -226,13 +229,13 @@ def after_scan(monkeypatch):
 
 @posix_and_s3
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
-def test_deleted_between_listing_and_reading(place, work, begin, after_scan, caplog, known):
+def test_deleted_between_listing_and_reading(place, work, begin, after_scan, caplog, known):  # noqa: PLR0917
     store = place()
     session = begin(work, store, 1)
     write(work, *(["gone"] if known else []), "before")
     session.sync()
     write(work, "gone", "a", "z", data=b"DATA")
-    after_scan(lambda: (work / "gone").unlink())
+    after_scan((work / "gone").unlink)
     with caplog.at_level(logging.WARNING):
         report = session.sync()
     assert [(skip.path, skip.kind) for skip in report.skips] == [("gone", "vanished")]
@@ -251,6 +254,75 @@ def test_a_directory_deleted_between_listing_and_reading(place, work, begin, aft
     report = session.sync()
     assert len(report.skips) == 40
     assert report.manifest.entries.keys() == {"stays"}
+
+
+@posix_and_s3
+@pytest.mark.parametrize("locked", ["locked", "locked/deep", "work"])
+def test_a_directory_that_cannot_be_read_now_is_not_taken_for_deleted(  # noqa: PLR0917
+    place, work, begin, monkeypatch, tmp_path, caplog, locked
+):
+    """A stale NFS handle at the wrong moment must not cost a checkpoint its artifacts."""
+    store = place()
+    session = begin(work, store, 1)
+    write(work, "locked/deep/a", "open/b")
+    session.sync()
+    write(work, "open/b", data=b"DATA")
+    (work / "locked/void").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if str(path) == str(tmp_path / "work" / locked) or str(path) == str(tmp_path / locked):
+            raise OSError(116, "Stale file handle")
+        return real(path)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr("ray_artifact_sync.scan.os.scandir", scandir)
+        save(session, CHECKPOINT)
+    assert "Stale file handle" in caplog.text
+    session.close(flush=False)
+    tree = restored(begin, store, tmp_path / "other")
+    assert tree["locked/deep/a"] == b"data"
+    assert tree["open/b"] == (b"data" if locked == "work" else b"DATA")
+
+
+@posix_only
+def test_a_file_that_cannot_be_read_now_keeps_its_old_version(place, work, begin, monkeypatch, tmp_path):
+    store = place()
+    session = begin(work, store, 1)
+    write(work, "x", data=b"old")
+    session.sync()
+    write(work, "x", data=b"newer")
+    write(work, "unseen")
+    real = local_files.open_regular
+
+    def refuse(path):
+        if path.endswith(("x", "unseen")):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_files, "open_regular", refuse)
+        save(session, CHECKPOINT)
+    session.close(flush=False)
+    assert restored(begin, store, tmp_path / "other") == {"x": b"old"}
+
+
+@posix_only
+def test_a_small_file_that_is_large_when_it_is_read(place, work, begin, after_scan):
+    """Small files are read whole; by then this one has 300 MiB."""
+    store = place()
+    session = begin(work, store, 1)
+    write(work, "log", "other")
+    after_scan(lambda: os.truncate(work / "log", 300 * MIB))
+    tracemalloc.start()
+    try:
+        report = session.sync()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 * MIB
+    assert report.manifest.get("log").size == 300 * MIB
+    assert store.stat("log").size == 300 * MIB
 
 
 class Slow(WrappedStore):
@@ -593,7 +665,20 @@ def test_a_sparse_file_of_300_mib_in_parts(tmp_path, proxy, s3_filesystem):
 
 
 NAMES = ["a b", "a%20b", "a#b", "a:b", "a?b"]
-MORE_NAMES = ["a+b", "a&b=c", "f[1].txt", "f*", "~x", "{x,y}", "quote'\"", "back\\slash", "ümlaut", "😀", "n" * 200, ".hidden"]
+MORE_NAMES = [
+    "a+b",
+    "a&b=c",
+    "f[1].txt",
+    "f*",
+    "~x",
+    "{x,y}",
+    "quote'\"",
+    "back\\slash",
+    "ümlaut",
+    "😀",
+    "n" * 200,
+    ".hidden",
+]
 
 
 def test_names_that_look_alike(place, work, begin, tmp_path):

@@ -62,10 +62,7 @@ def upload(source, target, **options):
 
 
 def stored(target):
-    return {
-        file.path.removeprefix(f"{NAME}/"): target.read(file.path)
-        for file in target.list(NAME)
-    }
+    return {file.path.removeprefix(f"{NAME}/"): target.read(file.path) for file in target.list(NAME)}
 
 
 def test_every_file_arrives(source, target):
@@ -163,7 +160,7 @@ def test_a_file_that_is_written_meanwhile_is_an_error_that_names_it(source, targ
         return data
 
     monkeypatch.setattr("ray_artifact_sync.local_files.os.pread", pread)
-    with pytest.raises(IncompleteSyncError, match="busy.*written while it was read"):
+    with pytest.raises(IncompleteSyncError, match=r"busy.*written while it was read"):
         upload(source, target)
     assert stored(target).keys() == {"quiet"}
 

@@ -16,7 +16,23 @@ B = "b" * 64
 
 @pytest.mark.parametrize(
     "path",
-    ["x", "a/b/c.txt", "a b", "a%20b", "a#b", "a:b", "a?b", ".hidden", "...", "a/..b", "b../c", "~x", "a\\b", "ü/😀", "f[1]*"],
+    [
+        "x",
+        "a/b/c.txt",
+        "a b",
+        "a%20b",
+        "a#b",
+        "a:b",
+        "a?b",
+        ".hidden",
+        "...",
+        "a/..b",
+        "b../c",
+        "~x",
+        "a\\b",
+        "ü/😀",
+        "f[1]*",
+    ],
 )
 def test_a_path_is_kept_as_it_is(path):
     assert validate_path(path) == path
@@ -89,7 +105,7 @@ def test_a_manifest_is_its_entries():
     assert len(manifest) == 2
     assert manifest.get("x") is one
     assert manifest.get("y") is None
-    assert list(manifest)[0] is one
+    assert next(iter(manifest)) is one
     assert manifest.total_bytes == 3
     assert manifest.same_content(Manifest.of([FileEntry("x", 3, A, 99), FileEntry("d", 0, "", is_dir=True)]))
     assert manifest.same_content(Manifest(manifest.entries, "other"))

@@ -15,6 +15,7 @@ BUILT_INS = {
     "InvalidPathError": ValueError,
     "ConfigurationError": ValueError,
     "ManifestError": ValueError,
+    "UnknownFormatError": ValueError,
     "ArtifactConflictError": Exception,
     "IntegrityError": Exception,
     "FileChangedError": Exception,
@@ -28,9 +29,7 @@ BUILT_INS = {
     "WorkerDiedError": RuntimeError,
     "IncompleteSyncError": Exception,
 }
-CLASSES = [
-    value for _, value in inspect.getmembers(errors, inspect.isclass) if value.__module__ == errors.__name__
-]
+CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass) if value.__module__ == errors.__name__]
 
 
 def test_the_table_is_complete():
@@ -71,24 +70,26 @@ def test_an_os_error_text_is_only_the_message():
 
 
 def test_the_failures_of_an_incomplete_sync_survive():
-    error = IncompleteSyncError("2 failed", failures={"a": StorageError("refused", retryable=True), "b": OSError(5, "x")})
+    error = IncompleteSyncError(
+        "2 failed", failures={"a": StorageError("refused", retryable=True), "b": OSError(5, "x")}
+    )
     again = pickle.loads(pickle.dumps(error))
     assert list(again.failures) == ["a", "b"]
     assert again.failures["a"].retryable is True
     assert again.failures["b"].errno == 5
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     def __reduce__(self):
         raise TypeError("has a socket in it")
 
 
-class OnlyHere(Exception):
+class OnlyHereError(Exception):
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
 
 
-@pytest.mark.parametrize("cause", [Unpicklable("the real cause"), OnlyHere("the real", "cause")])
+@pytest.mark.parametrize("cause", [UnpicklableError("the real cause"), OnlyHereError("the real", "cause")])
 def test_a_cause_that_cannot_travel_keeps_its_text(cause):
     error = IncompleteSyncError("1 failed", failures={"a": cause})
     again = pickle.loads(pickle.dumps(error))

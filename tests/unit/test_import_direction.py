@@ -40,7 +40,12 @@ LAYERS = {
     "checkpoint_upload": IO,
     "directory_sync": IO,
     "session": SESSION,
-    "sharding": SESSION,
+    "sharding": PURE,
+    "collectives": IO,
+    "run_parts": IO,
+    "sharded_trial": SESSION,
+    "sharded_upload": SESSION,
+    "ray_collective": RAY,
     "config": RAY,
     "driver_files": SESSION,
     "syncer": RAY,
@@ -100,9 +105,7 @@ def imports_of(module, source, known, *, is_package=False):
                 base = ".".join([*parents, base] if base else parents)
             # `from package import module` names a module; `from module import name` does not.
             names = [
-                full
-                if (full := f"{base}.{alias.name}").removeprefix(f"{PACKAGE}.") in known
-                else base
+                full if (full := f"{base}.{alias.name}").removeprefix(f"{PACKAGE}.") in known else base
                 for alias in node.names
             ]
         else:
@@ -118,9 +121,7 @@ def violations(module, source, known, *, is_package=False):
             target = name.removeprefix(PACKAGE).removeprefix(".") or "__init__"
             layer = layer_of(target)
             if layer is not None and layer > own:
-                yield (
-                    f"{module}:{line} ({LAYER_NAMES[own]}) imports {target} ({LAYER_NAMES[layer]})"
-                )
+                yield (f"{module}:{line} ({LAYER_NAMES[own]}) imports {target} ({LAYER_NAMES[layer]})")
         top = name.partition(".")[0]
         if own == PURE and top in OUTSIDE_PURE:
             yield f"{module}:{line} is pure and imports {top}"

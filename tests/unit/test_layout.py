@@ -22,7 +22,18 @@ def test_a_number_that_would_not_sort_is_refused(number):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "17", TOKEN + "0", TOKEN[1:], TOKEN + "\n", f"-{TOKEN[1:]}", "x" * 20, "\N{ARABIC-INDIC DIGIT THREE}" * 20, None, 17],
+    [
+        "",
+        "17",
+        TOKEN + "0",
+        TOKEN[1:],
+        TOKEN + "\n",
+        f"-{TOKEN[1:]}",
+        "x" * 20,
+        "\N{ARABIC-INDIC DIGIT THREE}" * 20,
+        None,
+        17,
+    ],
 )
 def test_what_is_no_token(text):
     assert not layout.is_token(text)
@@ -53,7 +64,12 @@ def test_what_is_no_checkpoint_dir(name):
 
 def test_snapshot_names_carry_the_token():
     assert layout.snapshot_token(layout.snapshot_name(TOKEN)) == TOKEN
-    for name in (".ray_artifact_sync-.json", f"x{layout.snapshot_name(TOKEN)}", layout.snapshot_name(TOKEN) + ".tmp", "a"):
+    for name in (
+        ".ray_artifact_sync-.json",
+        f"x{layout.snapshot_name(TOKEN)}",
+        layout.snapshot_name(TOKEN) + ".tmp",
+        "a",
+    ):
         assert layout.snapshot_token(name) is None
 
 

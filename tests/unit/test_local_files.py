@@ -185,6 +185,14 @@ def test_all_bytes_in_chunks(path):
     assert reader.read_all() == data, "again, for a retry"
 
 
+def test_no_more_in_memory_than_allowed(path):
+    write(path, b"x" * 1000)
+    reader = ConsistentReader(path, chunk_size=100)
+    assert len(reader.read_all(1000)) == 1000
+    with pytest.raises(FileChangedError, match="small"):
+        reader.read_all(999)
+
+
 @pytest.mark.parametrize("size", [0, 1, KIB - 1, KIB, KIB + 1, 10_000])
 def test_the_first_bytes_only(path, size):
     data = os.urandom(10_000)
@@ -243,7 +251,7 @@ def test_a_change_while_reading_is_an_error_before_the_last_chunk(path, change):
     write(path, b"x" * 100)
     got = []
     reader = ConsistentReader(path, chunk_size=10)
-    with pytest.raises(FileChangedError):
+    with pytest.raises(FileChangedError):  # noqa: PT012
         for chunk in reader:
             got.append(chunk)
             if len(got) == 5:

@@ -13,7 +13,12 @@ from ray_artifact_sync.registry import ArtifactRegistry
 
 def test_the_defaults():
     options = SyncOptions()
-    assert (options.sync_period, options.sync_timeout, options.on_error, options.history) == (30.0, 1800.0, "warn", True)
+    assert (options.sync_period, options.sync_timeout, options.on_error, options.history) == (
+        30.0,
+        1800.0,
+        "warn",
+        True,
+    )
     assert not options.adopt_foreign_artifacts
 
 

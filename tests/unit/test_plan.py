@@ -313,7 +313,10 @@ def test_what_was_sent_but_not_committed_is_not_sent_again():
 
 def test_a_head_that_storage_does_not_hold_is_sent_again():
     assert plan_one(b"same", listed=b"same").transfers[0].reason == "storage holds nothing at its path"
-    assert plan_one(b"same", listed=b"same", stored=b"else").transfers[0].reason == "storage holds another version at its path"
+    assert (
+        plan_one(b"same", listed=b"same", stored=b"else").transfers[0].reason
+        == "storage holds another version at its path"
+    )
 
 
 def test_growth_is_appended():
@@ -437,9 +440,7 @@ def test_a_restore_gives_what_the_snapshot_lists(wanted, here, left, keep_unlist
         for path, data in here.items()
     }
     sizes = {found.path: (found.size,) for found in snapshot}
-    leftovers = {
-        path: local_file(path, data, sizes.get(path, ())) for path, data in left.items() if data is not None
-    }
+    leftovers = {path: local_file(path, data, sizes.get(path, ())) for path, data in left.items() if data is not None}
     plan = plan_restore(snapshot, local, leftovers, keep_unlisted=keep_unlisted)
 
     files = {path for path, data in wanted.items() if data is not None}

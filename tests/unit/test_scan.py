@@ -59,7 +59,21 @@ def test_a_root_that_is_a_file_is_an_empty_one(tmp_path):
 
 
 def test_special_names_are_ordinary(root):
-    names = ["a b", "a%20b", "a#b", "a:b", "a?b", "f[1].txt", "f*", "~x", "back\\slash", "emoji-😀", "-rf", "n" * 250, "..."]
+    names = [
+        "a b",
+        "a%20b",
+        "a#b",
+        "a:b",
+        "a?b",
+        "f[1].txt",
+        "f*",
+        "~x",
+        "back\\slash",
+        "emoji-😀",
+        "-rf",
+        "n" * 250,
+        "...",
+    ]
     write(root, *names)
     assert scan_tree(str(root)).files.keys() == set(names)
 
@@ -190,7 +204,7 @@ def test_an_unreadable_directory_is_named(root, refuse):
     refuse(PermissionError(13, "Permission denied"), "locked")
     scan = scan_tree(str(root))
     assert scan.files.keys() == {"open/b"}
-    assert reasons(scan) == {"locked": ("unsupported", "unreadable directory: Permission denied")}
+    assert reasons(scan) == {"locked": ("unreadable", "unreadable directory: Permission denied")}
     assert scan.empty_dirs == (), "unreadable is not empty"
 
 
@@ -221,7 +235,6 @@ def test_a_file_deleted_during_the_walk(root):
     def rule(path, is_dir):
         if not is_dir:
             os.unlink(root / path)
-        return None
 
     scan = scan_tree(str(root), rule)
     assert scan.files == {}
@@ -236,7 +249,6 @@ def test_a_directory_that_becomes_a_file_during_the_walk(root):
             os.unlink(root / "d/x")
             os.rmdir(root / "d")
             (root / "d").write_bytes(b"file")
-        return None
 
     assert scan_tree(str(root), rule).files == {}
 
@@ -333,7 +345,12 @@ def test_the_cache_vouches_only_for_the_very_version():
     cache, seen = HashCache(), FileStat(3, 100, 100, 7)
     cache.remember("x", hashed(seen))
     assert cache.get("x", seen) == "d"
-    for other in (FileStat(4, 100, 100, 7), FileStat(3, 101, 100, 7), FileStat(3, 100, 101, 7), FileStat(3, 100, 100, 8)):
+    for other in (
+        FileStat(4, 100, 100, 7),
+        FileStat(3, 101, 100, 7),
+        FileStat(3, 100, 101, 7),
+        FileStat(3, 100, 100, 8),
+    ):
         assert cache.get("x", other) is None
     assert cache.get("y", seen) is None
     cache.remember("x", hashed(seen, settled=False))
@@ -359,7 +376,9 @@ def test_hashing_what_the_scan_saw(root):
     cache = HashCache()
     seen = LocalFile("x", 3, 1)
     file = hash_local_file(seen, [2, 5, 9], str(root / "x"), cache)
-    assert (file.size, file.prefix_digests.keys()) == (5, {2, 5}), "the version that was read, not the one that was seen"
+    assert (file.size, file.prefix_digests.keys()) == (5, {2, 5}), (
+        "the version that was read, not the one that was seen"
+    )
     missing = hash_local_file(LocalFile("y", 3, 1), [], str(root / "y"))
     assert (missing.path, missing.kind) == ("y", "vanished")
     os.mkfifo(root / "pipe")
@@ -375,4 +394,4 @@ def test_an_unreadable_file_is_a_skip(root, monkeypatch):
 
     monkeypatch.setattr("ray_artifact_sync.scan.hash_file", refuse)
     skip = hash_local_file(LocalFile("x", 4, 1), [], str(root / "x"))
-    assert (skip.kind, skip.reason) == ("unsupported", "unreadable: Permission denied")
+    assert (skip.kind, skip.reason) == ("unreadable", "unreadable: Permission denied")

@@ -28,12 +28,13 @@ from obstore.store import MemoryStore
 from tests.support import independent_reader
 from tests.support.sessions import FaultyStore, Killed, abandon, open_session, read_tree, save
 
+from ray_artifact_sync import layout
 from ray_artifact_sync.errors import ArtifactSyncError
 from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.posix import PosixStore
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "40"))
-STEPS = int(os.environ.get("PROPERTY_STEPS", "30"))
+STEPS = int(os.environ.get("PROPERTY_STEPS", "15"))
 PHASES = [
     phase
     for phase in Phase
@@ -41,11 +42,18 @@ PHASES = [
 ]
 
 BIG = 64 * 1024 + 7  # from here on, content that storage holds already is copied there
-paths = st.sampled_from(["a", "b", "d", "d/x", "d/y", "d/e", "d/e/z", "f.log", "a b#%20?"])
+POOL = ["a", "b #%20?", "d", "d/x", "d/e/z"]
+CHANGES = [
+    *("write", "append", "truncate", "rewrite_in_place", "delete", "copy", "rename"),
+    *("write", "append", "touch", "mkdir", "pause"),
+]
 contents = st.one_of(
     st.sampled_from([b"", b"0", b"1", b"A" * BIG, b"B" * BIG, b"A" * (2 * BIG)]), st.binary(max_size=12)
 )
-faults = st.fixed_dictionaries({"countdown": st.integers(0, 8), "landed": st.booleans()})
+changes = st.lists(
+    st.tuples(st.sampled_from(CHANGES), st.sampled_from(POOL), contents, st.integers(0, 255)), max_size=4
+)
+faults = st.fixed_dictionaries({"countdown": st.integers(0, 6), "landed": st.booleans()})
 
 
 class Model:
@@ -106,7 +114,6 @@ class Trial(RuleBasedStateMachine):
         self.unsaved: set[str] = set()  # registered without a snapshot: its artifacts could not be saved
         self.newest = -1
         self.session = None
-        self.left: set[str] = set()  # files that earlier attempts may have left in storage, listed or not
         self.store: FaultyStore | None = None
 
     # --- where -------------------------------------------------------------------------------------
@@ -140,51 +147,39 @@ class Trial(RuleBasedStateMachine):
         if os.path.isdir(self.local(path)):
             shutil.rmtree(self.local(path))
 
-    def is_free(self, path: str) -> bool:
-        """Whether nothing of another kind is in the way that no manifest lists any more (a known limit)."""
-        return not any(old.startswith(f"{path}/") or path.startswith(f"{old}/") for old in self.left)
-
-    @rule(path=paths, data=contents)
-    def write(self, path, data):
-        if not self.is_free(path):
-            return
+    def write(self, path, data, _number):
         self.model.write(path, data)
         self.make_way(path)
         with open(self.local(path), "wb") as file:
             file.write(data)
 
-    @rule(path=paths, data=contents)
-    def append(self, path, data):
+    def append(self, path, data, _number):
         if path in self.model.files:
             self.model.files[path] += data
             with open(self.local(path), "ab") as file:
                 file.write(data)
 
-    @rule(path=paths, share=st.integers(0, 3))
-    def truncate(self, path, share):
+    def truncate(self, path, _data, share):
         if path in self.model.files:
-            size = len(self.model.files[path]) * share // 4
+            size = len(self.model.files[path]) * share // 256
             self.model.files[path] = self.model.files[path][:size]
             os.truncate(self.local(path), size)
 
-    @rule(path=paths, byte=st.integers(0, 255), keep_mtime=st.booleans())
-    def rewrite_in_place(self, path, byte, keep_mtime):
+    def rewrite_in_place(self, path, _data, byte):
         if self.model.files.get(path):
             old = os.stat(self.local(path))
             data = bytes([byte]) * len(self.model.files[path])
             self.model.files[path] = data
             with open(self.local(path), "r+b") as file:
                 file.write(data)
-            if keep_mtime:
+            if byte % 2:  # nobody can tell by mtime and size
                 os.utime(self.local(path), ns=(old.st_atime_ns, old.st_mtime_ns))
 
-    @rule(path=paths)
-    def touch(self, path):
+    def touch(self, path, _data, _number):
         if path in self.model.files:
             os.utime(self.local(path))
 
-    @rule(path=paths)
-    def delete(self, path):
+    def delete(self, path, _data, _number):
         self.model.remove(path)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.isdir(self.local(path)):
@@ -192,24 +187,20 @@ class Trial(RuleBasedStateMachine):
             else:
                 os.unlink(self.local(path))
 
-    @rule(path=paths)
-    def mkdir(self, path):
-        if not self.is_free(path) or path in self.left:
-            return
+    def mkdir(self, path, _data, _number):
         self.model.mkdir(path)
         if not os.path.isdir(self.local(path)):
             self.make_way(f"{path}/x")
 
-    @rule(source=paths, goal=paths, keep=st.booleans())
-    def copy_or_rename(self, source, goal, keep):
+    def copy(self, path, _data, number):
+        self.copy_or_rename(path, POOL[number % len(POOL)], keep=True)
+
+    def rename(self, path, _data, number):
+        self.copy_or_rename(path, POOL[number % len(POOL)], keep=False)
+
+    def copy_or_rename(self, source, goal, *, keep):
         data = self.model.files.get(source)
-        if (
-            data is None
-            or not self.is_free(goal)
-            or source == goal
-            or goal.startswith(f"{source}/")
-            or source.startswith(f"{goal}/")
-        ):
+        if data is None or source == goal or goal.startswith(f"{source}/") or source.startswith(f"{goal}/"):
             return
         self.model.write(goal, data)
         self.make_way(goal)
@@ -219,8 +210,7 @@ class Trial(RuleBasedStateMachine):
             del self.model.files[source]
             os.replace(self.local(source), self.local(goal))
 
-    @rule()
-    def pause(self):
+    def pause(self, _path, _data, _number):
         time.sleep(0.06)  # from now on the digests of files at rest come from the cache
 
     # --- storage -----------------------------------------------------------------------------------
@@ -231,8 +221,6 @@ class Trial(RuleBasedStateMachine):
 
     def attempt(self, **fault):
         self.token += 1
-        self.left |= self.model.files.keys() | {path for tree in self.retained.values() for path in tree}
-        self.left |= {name for name in self.place().names()}
         self.store = FaultyStore(self.new_store())
         if fault:
             self.store.arm(**fault)
@@ -244,49 +232,48 @@ class Trial(RuleBasedStateMachine):
         if not fault:
             self.session._run(self.session._open, "Opening")  # else the claim would race with faults armed later
 
-    @rule()
-    def sync(self):
-        self.session.sync()
+    @rule(changes=changes, then=st.sampled_from(["sync", "checkpoint", "checkpoint"]))
+    def train(self, changes, then):
+        self.change(changes)
+        if then == "sync":
+            self.session.sync()
+        else:
+            name = self.next_checkpoint
+            assert save(self.session, name)
+            self.register(name)
         self.check()
         assert independent_reader.head_tree(self.place()) == self.model.tree()
 
-    @rule()
-    def checkpoint(self):
-        name = f"checkpoint_{self.newest + 1:06d}"
-        assert save(self.session, name)
-        self.register(name)
-        self.check()
+    def change(self, changes) -> None:
+        for kind, path, data, number in changes:
+            getattr(self, kind)(path, data, number)
+
+    @property
+    def next_checkpoint(self) -> str:
+        return f"checkpoint_{self.newest + 1:06d}"
 
     def register(self, name: str) -> None:
         self.newest += 1
         self.retained[name] = self.model.tree()
 
-    @rule(fault=faults, retryable=st.booleans())
-    def failing_sync(self, fault, retryable):
+    @rule(changes=changes, fault=faults, retryable=st.booleans(), then=st.sampled_from(["sync", "checkpoint"]))
+    def train_with_a_fault(self, changes, fault, retryable, then):
+        self.change(changes)
+        name = self.next_checkpoint
         self.store.arm(**fault, kill=False, retryable=retryable)
         try:
-            self.session.sync()
+            if then == "sync":
+                self.session.sync()
+            else:
+                save(self.session, name)
         except ArtifactSyncError:
             assert self.store.fired
         else:
+            if then == "checkpoint":
+                self.register(name)
             assert independent_reader.head_tree(self.place()) == self.model.tree()
         self.store.disarm()
         self.check()
-
-    @rule(fault=faults)
-    def failing_checkpoint(self, fault):
-        name = f"checkpoint_{self.newest + 1:06d}"
-        self.store.arm(**fault, kill=False)
-        try:
-            save(self.session, name)
-        except ArtifactSyncError:
-            assert self.store.fired
-            self.store.disarm()
-            self.check()
-        else:
-            self.store.disarm()
-            self.register(name)
-            self.check()
 
     @precondition(lambda self: self.retained)
     @rule(data=st.data())
@@ -297,8 +284,9 @@ class Trial(RuleBasedStateMachine):
 
     # --- ends --------------------------------------------------------------------------------------
 
-    @rule(fault=faults, during=st.sampled_from(["sync", "checkpoint", "nothing"]), data=st.data())
-    def kill(self, fault, during, data):
+    @rule(changes=changes, fault=faults, during=st.sampled_from(["sync", "checkpoint", "nothing"]), data=st.data())
+    def kill(self, changes, fault, during, data):
+        self.change(changes)
         if during != "nothing":
             self.store.arm(**fault, kill=True)
             with contextlib.suppress(Killed):
@@ -306,7 +294,7 @@ class Trial(RuleBasedStateMachine):
                     self.session.sync()
                 else:
                     # Killed or not: never registered, so that the next attempt takes the same directory again.
-                    save(self.session, f"checkpoint_{self.newest + 1:06d}")
+                    save(self.session, self.next_checkpoint)
         abandon(self.session)
         self.check()
         self.start_again(data)
@@ -357,6 +345,9 @@ class Trial(RuleBasedStateMachine):
         for name, tree in self.retained.items():
             assert independent_reader.tree_of(place, snapshots[name]) == tree, name
         independent_reader.head_tree(place)
+        aside = layout.aside_path(self.session.token)
+        if aside in set(place.names()):
+            independent_reader.tree_of(place, aside)  # what this attempt's restore superseded is still there
 
     @invariant()
     def disk_equals_model(self):

@@ -1,0 +1,186 @@
+"""Where the artifacts of a Ray Train run lie: the directories of its parts, and their snapshots in its checkpoints.
+
+<run dir>/                                          (`get_storage().experiment_fs_path`; a trial dir on Train V1)
+  artifacts/<part>/                                 one part: a trial dir as `layout.py` describes, but without checkpoints
+  checkpoint_.../                                   as Ray names them, or the user does
+    <the checkpoint's own files>
+    .ray_artifact_sync/<part>/.ray_artifact_sync-<token>.json       snapshot of the part
+
+A part is what one rank writes (`rank_0`), or the merged set of all ranks (`merged`). `RunPartStore` shows one part as
+an ordinary trial dir, with its snapshots in its checkpoint directories, so that everything that reads trial dirs reads
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ray_artifact_sync import layout
+from ray_artifact_sync.stores import ArtifactStore, StoredFile, open_store
+from ray_artifact_sync.stores.base import Buffer, Files, Names
+from ray_artifact_sync.trial_dir import TrialDir
+
+ARTIFACTS = "artifacts"
+MERGED = "merged"
+
+
+def rank_part(rank: int) -> str:
+    """The name of a rank's part."""
+    return f"rank_{rank}"
+
+
+def open_part(filesystem: Any, run_dir: str, part: str) -> RunPartDir:
+    """A part of a run, to read or to write.
+
+    Args:
+        filesystem: What Ray gives as `storage_filesystem`.
+        run_dir: The run's directory on it.
+        part: `rank_part(...)` or `MERGED`.
+    """
+    run_dir = run_dir.rstrip("/")
+    store = RunPartStore(
+        open_store(filesystem, run_dir), open_store(filesystem, f"{run_dir}/{ARTIFACTS}/{part}"), part
+    )
+    return RunPartDir(store, f"{run_dir.rpartition('/')[2]}/{ARTIFACTS}/{part}")
+
+
+class RunPartDir(TrialDir):
+    """Reads one part of a run.
+
+    Args:
+        store: Shows it as a trial dir.
+        name: Its snapshots carry it.
+    """
+
+    def __init__(self, store: RunPartStore, name: str) -> None:
+        super().__init__(store, name)
+        self.part_store = store
+
+    def checkpoints(self) -> list[str]:
+        """Names of the directories that may be checkpoints: users can name them as they like."""
+        return self.part_store.list_dirs()
+
+    def in_checkpoint(self, path: str) -> bool:
+        """Whether a file is a snapshot: nothing else of a checkpoint is shown."""
+        return layout.snapshot_token(path.rpartition("/")[2]) is not None
+
+
+class RunPartStore(ArtifactStore):
+    """One part of a run as the store of a trial dir.
+
+    Args:
+        run: The run's directory.
+        artifacts: The part's directory below it.
+        part: The part's name.
+    """
+
+    def __init__(self, run: ArtifactStore, artifacts: ArtifactStore, part: str) -> None:
+        self.run = run
+        self.artifacts = artifacts
+        self.part = part
+        self.description = artifacts.description
+        self.can_append = artifacts.can_append
+        self._checkpoint = ""
+
+    def open_checkpoint(self, name: str) -> None:
+        """From now on, `<name>/...` means the files of this checkpoint."""
+        self._checkpoint = name
+
+    @property
+    def can_precondition(self) -> bool | None:  # type: ignore[override]  # a plain attribute in the base
+        """See `ArtifactStore`."""
+        return self.artifacts.can_precondition
+
+    @can_precondition.setter
+    def can_precondition(self, value: bool | None) -> None:
+        self.artifacts.can_precondition = self.run.can_precondition = value
+
+    def stat(self, path: str) -> StoredFile | None:
+        """See `ArtifactStore.stat`."""
+        store, real = self._route(path)
+        return _named(store.stat(real), path)
+
+    def list(self, prefix: str = "") -> Iterator[StoredFile]:
+        """See `ArtifactStore.list`. Of checkpoints, the part's snapshots only."""
+        yield from self.artifacts.list(prefix)
+        if not prefix:
+            for name in self.list_dirs():
+                yield from self.list_files(name)
+
+    def list_dirs(self, prefix: str = "") -> Names:
+        """See `ArtifactStore.list_dirs`; at the root, the run's directories."""
+        if prefix:
+            return self.artifacts.list_dirs(prefix)
+        return [name for name in self.run.list_dirs() if name not in (ARTIFACTS, layout.STATE_DIR)]
+
+    def list_files(self, prefix: str = "") -> Files:
+        """See `ArtifactStore.list_files`; of a directory at the root, the part's snapshots in that checkpoint."""
+        prefix = prefix.rstrip("/")
+        if not prefix or "/" in prefix:
+            return self.artifacts.list_files(prefix)
+        found = self.run.list_files(self._snapshots(prefix))
+        return [
+            StoredFile(f"{prefix}/{name}", file.size, file.etag, file.mtime_ns)
+            for file in found
+            if layout.snapshot_token(name := file.path.rpartition("/")[2])
+        ]
+
+    def read_chunks(self, path: str, **options: Any) -> Iterator[Buffer]:  # type: ignore[override]  # passed on
+        """See `ArtifactStore.read_chunks`."""
+        store, real = self._route(path)
+        return store.read_chunks(real, **options)
+
+    def put(self, path: str, data: Buffer | Iterable[Buffer], **options: Any) -> StoredFile:  # type: ignore[override]
+        """See `ArtifactStore.put`."""
+        store, real = self._route(path)
+        stored = _named(store.put(real, data, **options), path)
+        assert stored is not None
+        return stored
+
+    def append(self, path: str, offset: int, data: Iterable[Buffer]) -> StoredFile:
+        """See `ArtifactStore.append`."""
+        return self.artifacts.append(path, offset, data)
+
+    def copy(self, source: str, target: str) -> None:
+        """See `ArtifactStore.copy`. Within the part."""
+        self.artifacts.copy(source, target)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """See `ArtifactStore.delete`."""
+        here: list[str] = []
+        in_run: list[str] = []
+        for path in paths:
+            store, real = self._route(path)
+            (here if store is self.artifacts else in_run).append(real)
+        if here:
+            self.artifacts.delete(here)
+        if in_run:
+            self.run.delete(in_run)
+
+    def make_dir(self, path: str) -> None:
+        """See `ArtifactStore.make_dir`."""
+        if path == self._checkpoint:
+            self.run.make_dir(path)
+        else:
+            store, real = self._route(path)
+            store.make_dir(real)
+
+    def begin_writing(self, token: str) -> None:
+        """See `ArtifactStore.begin_writing`."""
+        self.artifacts.begin_writing(token)
+
+    def _route(self, path: str) -> tuple[ArtifactStore, str]:
+        first, _, rest = path.partition("/")
+        if rest and "/" not in rest and layout.snapshot_token(rest):
+            return self.run, f"{self._snapshots(first)}/{rest}"
+        if rest and first == self._checkpoint:
+            return self.run, path
+        return self.artifacts, path
+
+    def _snapshots(self, checkpoint: str) -> str:
+        return f"{checkpoint}/{layout.STATE_DIR}/{self.part}"
+
+
+def _named(file: StoredFile | None, path: str) -> StoredFile | None:
+    return None if file is None else StoredFile(path, file.size, file.etag, file.mtime_ns)
