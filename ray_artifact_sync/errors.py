@@ -26,14 +26,19 @@ class ArtifactSyncError(Exception):
             setattr(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self.args[0]) if self.args else "", self._fields)
+        fields = self._fields
+        # What others keep on it: Ray derives classes from ours at run time, with a constructor of their own.
+        others = {name: value for name, value in self.__dict__.items() if name != "_fields" and name not in fields}
+        return _rebuild, (type(self), str(self.args[0]) if self.args else "", fields), others or None
 
     def __str__(self) -> str:
         return (str(self.args[0]) if self.args else "") or type(self).__name__
 
 
 def _rebuild(cls: type[ArtifactSyncError], message: str, fields: dict[str, Any]) -> ArtifactSyncError:
-    return cls(message, **fields)
+    error = cls.__new__(cls)
+    ArtifactSyncError.__init__(error, message, **fields)
+    return error
 
 
 class InvalidPathError(ArtifactSyncError, ValueError):
@@ -124,9 +129,9 @@ class IncompleteSyncError(ArtifactSyncError):
         super().__init__(message, failures=dict(failures or {}), **fields)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, message, fields) = super().__reduce__()
+        rebuild, (cls, message, fields), others = super().__reduce__()
         failures = {path: portable(error) for path, error in self.failures.items()}
-        return rebuild, (cls, message, {**fields, "failures": failures})
+        return rebuild, (cls, message, {**fields, "failures": failures}), others
 
 
 def portable(error: BaseException) -> BaseException:

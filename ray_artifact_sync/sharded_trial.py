@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -208,6 +208,12 @@ class ShardedTrial(TrialArtifacts):
         self._is_first = together.rank == 0
         self._base: Manifest | None = None
         self._scan = Scan({})
+
+    def begin(self, *, set_aside: bool = True) -> None:
+        """See `TrialArtifacts.begin`. Waits until all ranks have begun and storage is claimed."""
+        super().begin(set_aside=set_aside)
+        with suppress(PermissionError):  # a storage that can only be read will do for a restore
+            self._run(self._open, "Opening the trial dir")
 
     def commit_checkpoint(self, name: str, upload: Callable[[TransferEngine], None]) -> bool:
         """See `TrialArtifacts.commit_checkpoint`. Every rank uploads its part of the checkpoint's own files.

@@ -178,15 +178,23 @@ class CloudStore(ArtifactStore):
         stop = end if self._ignores_ranges else min(end, start + _WINDOW)
 
         def window(at: int) -> Iterator[Buffer]:
-            got = self._get(path, at, end, etag)
-            if got is not None:
-                yield from self._exactly(*got, path, at, min(end, at + _WINDOW), chunk_size)
+            got = None if self._ignores_ranges else self._get(path, at, end, etag)
+            if got is None or self._ignores_ranges:
+                raise _NoRangesError
+            window_end = min(end, at + _WINDOW)
+            yield from self._exactly(*got, path=path, start=at, stop=window_end, chunk_size=chunk_size)
 
+        first = self._exactly(response, skip, path=path, start=start, stop=stop, chunk_size=chunk_size)
         ahead = ReadAhead(window, range(stop, end, _WINDOW), _ahead, depth=_DEPTH)
         try:
             ahead.begin()
-            yield from self._exactly(response, skip, path, start, stop, chunk_size)
-            yield from ahead.chunks()
+            for chunk in chain(first, ahead.chunks()):
+                start += byte_length(chunk)
+                yield chunk
+        except _NoRangesError:
+            # This server does not serve windows: the rest in one stream.
+            response = self._request(path, {"if_match": etag} if etag else {})
+            yield from self._exactly(response, start, path=path, start=start, stop=end, chunk_size=chunk_size)
         finally:
             ahead.close()
 
@@ -348,7 +356,7 @@ class CloudStore(ArtifactStore):
             return obstore.get(self.client, self._key(path), options=options)
 
     def _exactly(
-        self, response: Any, skip: int, path: str, start: int, stop: int, chunk_size: int
+        self, response: Any, skip: int, *, path: str, start: int, stop: int, chunk_size: int
     ) -> Iterator[Buffer]:
         """The bytes `[start, stop)` out of a response, `skip` bytes into it; raises if they are not all there."""
         for chunk in self._stream(response, path, skip, stop - start, chunk_size):
@@ -416,6 +424,10 @@ class CloudStore(ArtifactStore):
                 raise
             # Not `from error`: obstore's text may hold a signed URL, and tracebacks show causes.
             raise storage_error(error, f"Cannot {verb} {path!r} in {self.description}", path) from None
+
+
+class _NoRangesError(Exception):
+    """A window cannot be read by itself."""
 
 
 def part_size(size_hint: int) -> int:

@@ -10,7 +10,22 @@ import sys
 from pathlib import Path
 
 from release_tests.benchmarks import clients
-from release_tests.benchmarks.common import GIB, MIB, Place, Row, main, make_large, medians, ratio, rounds, s3, scratch, times
+from release_tests.benchmarks.common import (
+    BUCKET,
+    GIB,
+    MIB,
+    PartialContent,
+    Place,
+    Row,
+    main,
+    make_large,
+    medians,
+    ratio,
+    rounds,
+    s3,
+    scratch,
+    times,
+)
 
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 SIZE = int(os.environ.get("LARGE_MIB", "1024")) * MIB
@@ -112,7 +127,7 @@ class _Remote:
 
     def __init__(self, endpoint: str, data: str) -> None:
         self.endpoint = endpoint
-        self.bucket = clients.Place.__init__.__globals__["BUCKET"]
+        self.bucket = BUCKET
         self.data = data
 
     def directory(self, prefix: str) -> str:
@@ -149,12 +164,12 @@ def child(job: dict[str, str]) -> None:
 
 
 def run() -> list[Row]:
-    with scratch() as directory, s3() as place:
+    with scratch() as directory, s3() as place, PartialContent(place.endpoint) as ranges:
         path = make_large(f"{directory}/large/large.bin", SIZE)
         os.makedirs(f"{directory}/down")
         return [
             up(f"{directory}/large", path, place),
-            down(f"{directory}/large", path, place, f"{directory}/down"),
+            down(f"{directory}/large", path, Place(place.server, 0.0, None, ranges.endpoint), f"{directory}/down"),
         ]
 
 

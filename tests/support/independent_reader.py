@@ -95,9 +95,9 @@ def snapshots(place: Place) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in sorted(place.names()):
         folder, _, file = name.rpartition("/")
-        if folder.startswith("checkpoint_") and "/" not in folder and file.startswith(f"{STATE}-"):
-            if json.loads(place.read(name))["checkpoint"] == folder:
-                found[folder] = name
+        ours = folder.startswith("checkpoint_") and "/" not in folder and file.startswith(f"{STATE}-")
+        if ours and json.loads(place.read(name))["checkpoint"] == folder:
+            found[folder] = name
     return found
 
 

@@ -36,10 +36,11 @@ def abandon(session) -> None:
     session._working_dir.end()
 
 
-def save(session, name: str, files=None) -> bool:
-    """Commits a checkpoint whose own files go through the engine."""
+def save(session, name: str, files=None, meanwhile=lambda: None) -> bool:
+    """Commits a checkpoint whose own files go through the engine, after `meanwhile`."""
 
     def upload(engine) -> None:
+        meanwhile()
         for path, data in (files or {"model.bin": b"model of " + name.encode()}).items():
             engine.put(f"{name}/{path}", data, Deadline())
 

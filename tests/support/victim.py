@@ -66,7 +66,8 @@ def delete_checkpoint(store, name: str) -> None:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    trial_dir.LEASE_SECONDS = 0.1  # what a new attempt waits where nothing else stops the old one: kill it later than that
+    # A new attempt waits for so long where nothing else stops the old one; the kills are to come later than that.
+    trial_dir.LEASE_SECONDS = 0.1
     dice = random.Random(job["seed"])
     store = store_of(job["storage"])
     root = job["working_dir"]

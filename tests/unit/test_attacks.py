@@ -544,3 +544,50 @@ def test_a_working_dir_that_turns_read_only(trial, tmp_path):
         trial.kill()
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+
+
+# --- what people see at the paths ----------------------------------------------------------------------------
+
+
+class LostAnswers(WrappedStore):
+    """Writes of `a` land, and look as if they had failed."""
+
+    lost = False
+
+    def around(self, verb, path, act):
+        result = act()
+        if self.lost and verb == "put" and path == "a":
+            raise StorageError("injected")
+        return result
+
+
+def test_an_upload_that_seemed_to_fail_is_not_mistaken_for_the_old_version(trial):
+    store = LostAnswers(PosixStore(trial.storage))
+    session = trial.attempt(store=store)
+    trial.write("a", b"0")
+    session.sync()
+    trial.write("a", b"1")
+    store.lost = True
+    with pytest.raises(IncompleteSyncError):
+        session.sync()
+    assert (trial.place.read("a"), trial.head()) == (b"1", {"a": b"0"})
+    store.lost = False
+    trial.write("a", b"0")
+    session.sync()
+    assert trial.place.read("a") == b"0"
+
+
+def test_a_version_of_the_same_size_that_was_never_committed_is_not_mistaken(trial):
+    store = LostAnswers(PosixStore(trial.storage))
+    session = trial.attempt(store=store)
+    trial.write("a", b"0")
+    assert save(session, "checkpoint_000000")
+    trial.write("a", b"1")
+    store.lost = True
+    with pytest.raises(IncompleteSyncError):
+        session.sync()
+    trial.kill()
+    session = trial.attempt()
+    session.restore("checkpoint_000000", fresh=True)
+    session.sync()
+    assert trial.place.read("a") == b"0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+import threading
 import time
 
 import pytest
@@ -102,6 +104,43 @@ def test_a_large_file_is_read_in_windows(store, proxy, monkeypatch):
     found = hashlib.sha256(b"".join(map(bytes, store.read_chunks("a")))).digest()
     assert found == hashlib.sha256(b"".join(big())).digest()
     assert proxy.counts == {"get_object": 3}
+
+
+def test_windows_are_read_ahead_and_memory_stays_flat(store, proxy, monkeypatch):
+    monkeypatch.setattr(cloud, "_WINDOW", MIB)
+    data = b"".join(big(20 * MIB + 5))
+    store.put("a", data)
+    proxy.reset_counts()
+    proxy.latency = 0.05
+    chunks = store.read_chunks("a", chunk_size=MIB)
+    first = bytes(next(chunks))
+    time.sleep(0.5)
+    assert proxy.counts["get_object"] <= 1 + 4, "no more than the permits allow"
+    assert first + b"".join(map(bytes, chunks)) == data
+    assert proxy.most_in_flight > 1
+    proxy.clear()
+    assert b"".join(map(bytes, store.read_chunks("a", start=MIB - 1, length=9 * MIB))) == data[MIB - 1 : 10 * MIB - 1]
+
+
+def test_all_permits_come_back(store, proxy, monkeypatch):
+    monkeypatch.setattr(cloud, "_WINDOW", MIB)
+    permits = threading.BoundedSemaphore(2)
+    monkeypatch.setattr(cloud, "_ahead", permits)
+    store.put("a", b"".join(big(9 * MIB)))
+    for taken in (1, 3, 20):
+        chunks = store.read_chunks("a", chunk_size=MIB)
+        assert next(chunks)
+        for _ in itertools.islice(chunks, taken):
+            pass
+        chunks.close()
+    chunks = store.read_chunks("a", chunk_size=MIB)
+    proxy.fail("get_object", status=403)
+    with pytest.raises(StorageError):
+        list(chunks)
+    deadline = time.monotonic() + 20
+    while permits._value < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert permits._value == 2
 
 
 def test_part_sizes_stay_below_the_limit_of_parts():
@@ -275,12 +314,12 @@ def test_a_corrupted_download_is_left_to_the_digest(store, proxy):
 
 
 def test_a_file_that_is_replaced_while_it_is_read(moto_store, monkeypatch):
-    """moto enforces If-Match on reads: the second window belongs to another version."""
+    """moto enforces If-Match on reads: windows that were not read ahead belong to another version."""
     monkeypatch.setattr(cloud, "_WINDOW", MIB)
-    moto_store.put("a", b"1" * 2 * MIB)
+    moto_store.put("a", b"1" * 8 * MIB)
     chunks = moto_store.read_chunks("a", chunk_size=MIB)
     next(chunks)
-    moto_store.put("a", b"2" * 2 * MIB)
+    moto_store.put("a", b"2" * 8 * MIB)
     with pytest.raises(StorageError, match="replaced while") as caught:
         list(chunks)
     assert caught.value.retryable

@@ -47,9 +47,8 @@ CHANGES = [
     *("write", "append", "truncate", "rewrite_in_place", "delete", "copy", "rename"),
     *("write", "append", "touch", "mkdir", "pause"),
 ]
-contents = st.one_of(
-    st.sampled_from([b"", b"0", b"1", b"A" * BIG, b"B" * BIG, b"A" * (2 * BIG)]), st.binary(max_size=12)
-)
+BLOBS = {"": b"", "0": b"0", "1": b"1", "A": b"A" * BIG, "B": b"B" * BIG, "AA": b"A" * (2 * BIG)}
+contents = st.one_of(st.sampled_from(sorted(BLOBS)).map(BLOBS.__getitem__), st.binary(max_size=12))
 changes = st.lists(
     st.tuples(st.sampled_from(CHANGES), st.sampled_from(POOL), contents, st.integers(0, 255)), max_size=4
 )
@@ -232,17 +231,28 @@ class Trial(RuleBasedStateMachine):
         if not fault:
             self.session._run(self.session._open, "Opening")  # else the claim would race with faults armed later
 
-    @rule(changes=changes, then=st.sampled_from(["sync", "checkpoint", "checkpoint"]))
-    def train(self, changes, then):
+    @rule(changes=changes)
+    def sync(self, changes):
         self.change(changes)
-        if then == "sync":
-            self.session.sync()
-        else:
-            name = self.next_checkpoint
-            assert save(self.session, name)
-            self.register(name)
+        self.session.sync()
+        self.check_newest()
+
+    @rule(changes=changes, meanwhile=st.none() | changes)
+    def checkpoint(self, changes, meanwhile):
+        self.change(changes)
+        held = self.model.tree()
+        assert save(self.session, self.next_checkpoint, meanwhile=lambda: self.train_on(meanwhile))
+        self.register(held)
         self.check()
-        assert independent_reader.head_tree(self.place()) == self.model.tree()
+        if meanwhile is None:
+            self.check_newest()
+
+    def train_on(self, changes) -> None:
+        """What may happen while the checkpoint's own files are uploaded: the trial writes, a background sync runs."""
+        if changes is not None:
+            self.change(changes)
+            self.session.sync()
+            self.check()
 
     def change(self, changes) -> None:
         for kind, path, data, number in changes:
@@ -252,26 +262,25 @@ class Trial(RuleBasedStateMachine):
     def next_checkpoint(self) -> str:
         return f"checkpoint_{self.newest + 1:06d}"
 
-    def register(self, name: str) -> None:
+    def register(self, held) -> None:
+        self.retained[self.next_checkpoint] = held
         self.newest += 1
-        self.retained[name] = self.model.tree()
 
     @rule(changes=changes, fault=faults, retryable=st.booleans(), then=st.sampled_from(["sync", "checkpoint"]))
     def train_with_a_fault(self, changes, fault, retryable, then):
         self.change(changes)
-        name = self.next_checkpoint
         self.store.arm(**fault, kill=False, retryable=retryable)
         try:
             if then == "sync":
                 self.session.sync()
             else:
-                save(self.session, name)
+                save(self.session, self.next_checkpoint)
         except ArtifactSyncError:
             assert self.store.fired
         else:
             if then == "checkpoint":
-                self.register(name)
-            assert independent_reader.head_tree(self.place()) == self.model.tree()
+                self.register(self.model.tree())
+            self.check_newest()
         self.store.disarm()
         self.check()
 
@@ -348,6 +357,13 @@ class Trial(RuleBasedStateMachine):
         aside = layout.aside_path(self.session.token)
         if aside in set(place.names()):
             independent_reader.tree_of(place, aside)  # what this attempt's restore superseded is still there
+
+    def check_newest(self) -> None:
+        """After a sync: the head is the working dir, and whoever looks at the paths sees the newest versions."""
+        self.check()
+        place, tree = self.place(), self.model.tree()
+        assert independent_reader.head_tree(place) == tree
+        assert {path: place.read(path) for path in self.model.files} == self.model.files
 
     @invariant()
     def disk_equals_model(self):
