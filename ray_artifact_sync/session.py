@@ -212,7 +212,9 @@ class TrialArtifacts:
             What was done; `exact=False` if the checkpoint has no snapshot and the newest artifacts were taken.
 
         Raises:
-            IncompleteSyncError: Content that the snapshot lists cannot be read anywhere.
+            IncompleteSyncError: Content that the snapshot lists could not be read. Where it is proven to be nowhere any
+                more, this is raised with `on_error="raise"` only; else it is logged, named in the report's `lost`, and
+                the newest version takes its place.
         """
         return self._run(
             lambda deadline: self._restore(checkpoint, deadline, fresh=fresh),
@@ -518,10 +520,20 @@ class TrialArtifacts:
             report = self._restore_pass(self.trial, known.objects(self.token), deadline, fresh=fresh).run(
                 stack.manifest, exact=exact
             )
+        if report.lost:
+            logger.error(
+                "%d artifacts of %s are not what they were at the checkpoint: that content is nowhere in %s any more "
+                "(deleted or replaced by somebody%s). Their newest version was taken where there is one: %s",
+                len(report.lost),
+                self.trial.name,
+                self.store.description,
+                "" if self.options.history else ", or history=False",
+                ", ".join(report.lost[:10]),
+            )
         try:
             # The head follows: a crash before the next sync must not leave the superseded one as the newest.
             self._check_writer()
-            self._commit(stack.manifest, deadline)
+            self._commit(report.manifest if report.lost else stack.manifest, deadline)
         except ArtifactConflictError:
             raise
         except ArtifactSyncError as error:
@@ -545,6 +557,7 @@ class TrialArtifacts:
             max_concurrency=self.options.max_concurrency,
             retries=self.options.retries,
             deadline=deadline,
+            tolerant=self.options.on_error == "warn",
         )
 
     def _open_for_reading(self, deadline: Deadline) -> None:

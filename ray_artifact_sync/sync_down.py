@@ -41,6 +41,7 @@ class RestoreReport:
         files_read: Files read from storage.
         files_local: Files filled from what an earlier attempt left on this node.
         set_aside: Local files moved away.
+        lost: Artifacts whose content of that moment is nowhere any more.
         seconds: Duration.
     """
 
@@ -50,6 +51,7 @@ class RestoreReport:
     files_read: int = 0
     files_local: int = 0
     set_aside: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -66,6 +68,8 @@ class RestorePass:
         max_concurrency: Requests in flight.
         retries: Further tries of a request that may succeed later.
         deadline: Ends the pass.
+        tolerant: Go on without entries whose content is proven to be nowhere (deleted by somebody, or replaced without
+            being preserved): the newest version at their path is taken, if there is one.
     """
 
     trial: TrialDir
@@ -76,10 +80,12 @@ class RestorePass:
     max_concurrency: int
     retries: int
     deadline: Deadline
+    tolerant: bool = False
     bytes_read: int = 0
     files_read: int = 0
     files_local: int = 0
     failures: dict[str, BaseException] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
 
     def run(self, manifest: Manifest, *, exact: bool) -> RestoreReport:
         """Makes the working dir what the manifest lists.
@@ -121,9 +127,11 @@ class RestorePass:
                 f"{self.trial.store.description}; the first: {first[0]}: {first[1]}",
                 failures=self.failures,
             )
+        kept = {path: entry for path, entry in wanted.entries.items() if path not in set(self.lost)}
         return RestoreReport(
-            manifest=wanted,
-            exact=exact,
+            manifest=Manifest(kept, wanted.token) if self.lost else wanted,
+            exact=exact and not self.lost,
+            lost=tuple(sorted(self.lost)),
             bytes_read=self.bytes_read,
             files_read=self.files_read,
             files_local=self.files_local,
@@ -191,11 +199,26 @@ class RestorePass:
                 self.bytes_read += fill.entry.size
                 self.files_read += 1
                 return
+            if self.tolerant:
+                self.lost.append(fill.entry.path)
+                self.take_newest(fill.entry.path)
+                return
         except SyncTimeoutError:
             raise
         except (ArtifactSyncError, OSError) as error:
             errors.append(error)
         self.failures[fill.entry.path] = errors[0] if errors else ArtifactNotFoundError("nowhere to be found")
+
+    def take_newest(self, path: str) -> None:
+        """Fills a file with whatever its path in storage holds; takes it away if that is nothing."""
+
+        def take() -> None:
+            try:
+                self.working_dir.fill_unverified(path, self.trial.store.read_chunks(path))
+            except ArtifactNotFoundError:
+                self.working_dir.remove(path)
+
+        call_with_retries(take, retries=self.retries, deadline=self.deadline, what=f"Reading {path}")
 
     def places(self, entry: FileEntry) -> Iterator[str]:
         """Where storage may hold an entry's content, the surest first."""

@@ -234,6 +234,23 @@ class WorkingDir:
         finally:
             os.close(fd)
 
+    def fill_unverified(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Like `fill`, with whatever the chunks hold."""
+        self.clear_the_way(path)
+        fd = _open_alone(self.local_path(path))
+        try:
+            offset = 0
+            for chunk in chunks:
+                offset += _write_at(fd, chunk, offset)
+            os.ftruncate(fd, offset)
+        finally:
+            os.close(fd)
+
+    def remove(self, path: str) -> None:
+        """Takes a file away."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.local_path(path))
+
     def clear_the_way(self, path: str) -> None:
         """Makes the parents of a path real directories, and the path itself free for a file."""
         _make_real_dirs(self.root, path.split("/")[:-1])
@@ -287,6 +304,15 @@ def _free_place(base: str, path: str) -> str:
     return target
 
 
+def _write_at(fd: int, chunk: Buffer, offset: int) -> int:
+    """Writes all of a chunk; returns its size in bytes."""
+    view = memoryview(chunk)
+    written = 0
+    while written < len(view):
+        written += os.pwrite(fd, view[written:], offset + written)
+    return written
+
+
 def _write_verified(fd: int, entry: FileEntry, chunks: Iterable[Buffer]) -> int:
     hasher = blake3()
     offset = 0
@@ -295,10 +321,7 @@ def _write_verified(fd: int, entry: FileEntry, chunks: Iterable[Buffer]) -> int:
         if offset + len(view) > entry.size:
             raise IntegrityError(f"{entry.path}: more than the {entry.size} bytes that the manifest names.")
         hasher.update(view)
-        while view:
-            count = os.pwrite(fd, view, offset)
-            view = view[count:]
-            offset += count
+        offset += _write_at(fd, view, offset)
     if offset != entry.size or hasher.hexdigest() != entry.digest:
         raise IntegrityError(
             f"{entry.path}: the {offset} bytes read are not the {entry.size} bytes with BLAKE3 {entry.digest[:16]}... "
