@@ -6,6 +6,7 @@ call that never returns would hang the exit of a training process.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -140,10 +141,10 @@ class _Crew:
                 with self._lock:
                     if self._error is not None or self._deadline.remaining() == 0.0:
                         break
-                    item = next(self._items, self)
-                if item is self:
+                    pending = list(itertools.islice(self._items, 1))
+                if not pending:
                     break
-                self._work(item)
+                self._work(pending[0])
         except BaseException as error:
             with self._lock:
                 self._error = self._error or error

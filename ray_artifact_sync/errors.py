@@ -98,6 +98,10 @@ class PreconditionFailedError(StorageError):
     """A conditional write was refused: the object is not what the writer believed it to be."""
 
 
+class CannotAppendError(StorageError):
+    """The storage does not append to this object (or does it wrong): the whole file has to be written."""
+
+
 class ArtifactExistsError(StorageError, FileExistsError):
     """A file is there already, and replacing it was not asked for."""
 

@@ -31,6 +31,12 @@ from ray_artifact_sync.entries import (
 MIN_COPY_SIZE = 64 * 1024
 """Bytes from which on it is worth hashing a new file to find out whether storage holds its content already."""
 
+MAX_APPENDED_SHARE = 0.25
+"""The most that is appended to a file, as a share of what is stored, where an append costs requests.
+
+What is appended goes up one part at a time, a whole file four at once: an append has to save most of the bytes.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class PathState:
@@ -111,6 +117,7 @@ def plan_sync_up(
     pinned: Sequence[Manifest] = (),
     preserved: Collection[str] = frozenset(),
     can_append: bool = False,
+    min_append_size: int = 0,
 ) -> SyncPlan:
     """Compares the working dir with storage.
 
@@ -121,11 +128,12 @@ def plan_sync_up(
         pinned: Manifests whose versions must stay readable; the head belongs to them.
         preserved: Digests already kept as objects.
         can_append: Whether the store can append.
+        min_append_size: Bytes that a file must have in storage before an append pays; 0 where it always does.
 
     Returns:
         The plan. Files whose digest is not known are uploads, their digest being computed on the way.
     """
-    planner = _Planner(head, states, pinned, preserved, can_append)
+    planner = _Planner(head, states, pinned, preserved, can_append=can_append, min_append_size=min_append_size)
     for path, file in local.items():
         planner.local_file(path, file)
     planner.kind_changes(local)
@@ -148,13 +156,16 @@ class _Planner:
         states: Mapping[str, PathState],
         pinned: Sequence[Manifest],
         preserved: Collection[str],
+        *,
         can_append: bool,
+        min_append_size: int,
     ) -> None:
         self.head = head
         self.states = states
         self.pinned = pinned
         self.preserved = preserved
         self.can_append = can_append
+        self.min_append_size = min_append_size
         self.preserves: dict[str, Preserve] = {}
         self.removes: list[Remove] = []
         self.transfers: list[Transfer] = []
@@ -184,6 +195,7 @@ class _Planner:
             and state is not None
             and state.own
             and 0 < state.size < file.size
+            and self.append_pays(state.size, file.size)
             and state.digest is not None
             and file.prefix_digests.get(state.size) == state.digest
         ):
@@ -197,6 +209,11 @@ class _Planner:
                     path, source, file.size, file.mtime_ns, file.digest, f"storage holds the content at {source}"
                 )
         return Upload(path, file.size, file.mtime_ns, file.digest, _reason(file, entry, state))
+
+    def append_pays(self, stored: int, size: int) -> bool:
+        if not self.min_append_size:
+            return True
+        return stored >= self.min_append_size and size - stored <= stored * MAX_APPENDED_SHARE
 
     def sources(self) -> dict[Version, str]:
         """Content that this session stored, and where."""

@@ -144,9 +144,7 @@ class RayCollective:
         self._round = 0
         self._closed = threading.Event()
         self._actor = self._join(join_timeout, dead_after)
-        threading.Thread(
-            target=self._beat, args=(dead_after / 6,), name="artifact-sync-alive", daemon=True
-        ).start()
+        threading.Thread(target=self._beat, args=(dead_after / 6,), name="artifact-sync-alive", daemon=True).start()
 
     def allgather(self, value: Any) -> list[Any]:
         """See `Collective`.

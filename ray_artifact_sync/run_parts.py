@@ -5,6 +5,7 @@
   checkpoint_.../                                   as Ray names them, or the user does
     <the checkpoint's own files>
     .ray_artifact_sync/<part>/.ray_artifact_sync-<token>.json       snapshot of the part
+    .ray_artifact_sync/ranks.json                                   how many ranks saved it
 
 A part is what one rank writes (`rank_0`), or the merged set of all ranks (`merged`). `RunPartStore` shows one part as
 an ordinary trial dir, with its snapshots in its checkpoint directories, so that everything that reads trial dirs reads
@@ -13,10 +14,13 @@ it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ray_artifact_sync import layout
+from ray_artifact_sync.errors import ArtifactNotFoundError
+from ray_artifact_sync.manifest import FORMAT
 from ray_artifact_sync.stores import ArtifactStore, StoredFile, open_store
 from ray_artifact_sync.stores.base import Buffer, Files, Names
 from ray_artifact_sync.trial_dir import TrialDir
@@ -39,9 +43,7 @@ def open_part(filesystem: Any, run_dir: str, part: str) -> RunPartDir:
         part: `rank_part(...)` or `MERGED`.
     """
     run_dir = run_dir.rstrip("/")
-    store = RunPartStore(
-        open_store(filesystem, run_dir), open_store(filesystem, f"{run_dir}/{ARTIFACTS}/{part}"), part
-    )
+    store = RunPartStore(open_store(filesystem, run_dir), open_store(filesystem, f"{run_dir}/{ARTIFACTS}/{part}"), part)
     return RunPartDir(store, f"{run_dir.rpartition('/')[2]}/{ARTIFACTS}/{part}")
 
 
@@ -81,6 +83,7 @@ class RunPartStore(ArtifactStore):
         self.part = part
         self.description = artifacts.description
         self.can_append = artifacts.can_append
+        self.min_append_size = artifacts.min_append_size
         self._checkpoint = ""
 
     def open_checkpoint(self, name: str) -> None:
@@ -138,9 +141,9 @@ class RunPartStore(ArtifactStore):
         assert stored is not None
         return stored
 
-    def append(self, path: str, offset: int, data: Iterable[Buffer]) -> StoredFile:
+    def append(self, path: str, offset: int, data: Iterable[Buffer], **options: Any) -> StoredFile:
         """See `ArtifactStore.append`."""
-        return self.artifacts.append(path, offset, data)
+        return self.artifacts.append(path, offset, data, **options)
 
     def copy(self, source: str, target: str) -> None:
         """See `ArtifactStore.copy`. Within the part."""
@@ -170,6 +173,18 @@ class RunPartStore(ArtifactStore):
         """See `ArtifactStore.begin_writing`."""
         self.artifacts.begin_writing(token)
 
+    def write_world_size(self, checkpoint: str, world_size: int) -> None:
+        """Notes in a checkpoint how many ranks save it."""
+        self.run.put(_ranks_path(checkpoint), json.dumps({"format": FORMAT, "world_size": world_size}).encode())
+
+    def world_size_of(self, checkpoint: str) -> int | None:
+        """How many ranks saved a checkpoint; None if it does not say."""
+        try:
+            found = json.loads(self.run.read(_ranks_path(checkpoint)))["world_size"]
+        except (ArtifactNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        return found if isinstance(found, int) else None
+
     def _route(self, path: str) -> tuple[ArtifactStore, str]:
         first, _, rest = path.partition("/")
         if rest and "/" not in rest and layout.snapshot_token(rest):
@@ -180,6 +195,10 @@ class RunPartStore(ArtifactStore):
 
     def _snapshots(self, checkpoint: str) -> str:
         return f"{checkpoint}/{layout.STATE_DIR}/{self.part}"
+
+
+def _ranks_path(checkpoint: str) -> str:
+    return f"{checkpoint}/{layout.STATE_DIR}/ranks.json"
 
 
 def _named(file: StoredFile | None, path: str) -> StoredFile | None:

@@ -173,7 +173,7 @@ class TrialArtifacts:
         failure: ArtifactSyncError | None = None
         stack: ManifestStack | None = None
         try:
-            stack = self._run(lambda deadline: self._sync_for_checkpoint(name, deadline), "The artifact sync")
+            stack = self._run(self._sync_for_checkpoint, "The artifact sync")
         except ArtifactConflictError:
             raise
         except ArtifactSyncError as error:
@@ -347,7 +347,7 @@ class TrialArtifacts:
             self._tidy(deadline, list_checkpoints=True)
         return report
 
-    def _sync_for_checkpoint(self, name: str, deadline: Deadline) -> ManifestStack:
+    def _sync_for_checkpoint(self, deadline: Deadline) -> ManifestStack:
         self._sync_reported(deadline)
         self._known.in_flight = self._known.stack  # pinned until the snapshot is written
         return self._known.stack
@@ -358,8 +358,8 @@ class TrialArtifacts:
         known = self._known
         if self._half_restored:
             raise ArtifactSyncError(
-                "The last restore did not complete, so that the working dir is a mix of versions; nothing is synced from "
-                "it until one does."
+                "The last restore did not complete, so that the working dir is a mix of versions; nothing is synced "
+                "from it until one does."
             )
         with self._exclusive(deadline):
             self._check_writer()
@@ -507,12 +507,9 @@ class TrialArtifacts:
             own = self._known.found if fresh else self._known.stack
             return self._bring_back(own, deadline, exact=False, fresh=fresh)
         with self._exclusive(deadline), self._restoring():
-            try:
-                return self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
-            except IncompleteSyncError as error:
-                # The donor goes on training: what was at a path is among its objects now.
-                logger.info("Looking for preserved copies once more: %s", error)
-                return self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
+            report = self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
+        self._say_lost(report)
+        return report
 
     def _bring_back(self, stack: ManifestStack, deadline: Deadline, *, exact: bool, fresh: bool) -> RestoreReport:
         known = self._known
@@ -520,16 +517,7 @@ class TrialArtifacts:
             report = self._restore_pass(self.trial, known.objects(self.token), deadline, fresh=fresh).run(
                 stack.manifest, exact=exact
             )
-        if report.lost:
-            logger.error(
-                "%d artifacts of %s are not what they were at the checkpoint: that content is nowhere in %s any more "
-                "(deleted or replaced by somebody%s). Their newest version was taken where there is one: %s",
-                len(report.lost),
-                self.trial.name,
-                self.store.description,
-                "" if self.options.history else ", or history=False",
-                ", ".join(report.lost[:10]),
-            )
+        self._say_lost(report)
         try:
             # The head follows: a crash before the next sync must not leave the superseded one as the newest.
             self._check_writer()
@@ -676,6 +664,18 @@ class TrialArtifacts:
                 report.files_sent,
                 report.bytes_sent / 1e6,
                 ", ".join(f"{entry.path} {entry.size / 1e6:.1f} MB" for entry in largest),
+            )
+
+    def _say_lost(self, report: RestoreReport) -> None:
+        if report.lost:
+            logger.error(
+                "%d artifacts of %s are not what they were at the checkpoint: that content is nowhere in %s any more "
+                "(deleted or replaced by somebody%s). Their newest version was taken where there is one: %s",
+                len(report.lost),
+                self.trial.name,
+                self.store.description,
+                "" if self.options.history else ", or history=False",
+                ", ".join(report.lost[:10]),
             )
 
     def _say_skips(self, skips: tuple[Skip, ...]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -86,6 +87,8 @@ class RestorePass:
     files_local: int = 0
     failures: dict[str, BaseException] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    _objects_now: Mapping[str, tuple[str, ...]] | None = None
+    _listing: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, manifest: Manifest, *, exact: bool) -> RestoreReport:
         """Makes the working dir what the manifest lists.
@@ -127,7 +130,8 @@ class RestorePass:
                 f"{self.trial.store.description}; the first: {first[0]}: {first[1]}",
                 failures=self.failures,
             )
-        kept = {path: entry for path, entry in wanted.entries.items() if path not in set(self.lost)}
+        lost = set(self.lost)
+        kept = {path: entry for path, entry in wanted.entries.items() if path not in lost}
         return RestoreReport(
             manifest=Manifest(kept, wanted.token) if self.lost else wanted,
             exact=exact and not self.lost,
@@ -177,6 +181,8 @@ class RestorePass:
         place_of: Callable[[str], str],
         marks_of: Callable[[str], tuple[int, ...]],
     ) -> None:
+        """Adds the digests of some files, and of their prefixes."""
+
         def work(path: str) -> None:
             hashed = hash_local_file(files[path], marks_of(path), place_of(path))
             if isinstance(hashed, LocalFile):
@@ -222,10 +228,23 @@ class RestorePass:
 
     def places(self, entry: FileEntry) -> Iterator[str]:
         """Where storage may hold an entry's content, the surest first."""
-        yield from self.objects.get(entry.digest, ())
+        known = self.objects.get(entry.digest, ())
+        yield from known
         yield entry.path
+        # Preserved and overwritten since the objects were listed: by a donor that goes on, or by a replaced attempt.
+        yield from (place for place in self.objects_now().get(entry.digest, ()) if place not in known)
+
+    def objects_now(self) -> Mapping[str, tuple[str, ...]]:
+        """The objects listed once more, at most once in a pass."""
+        with self._listing:
+            if self._objects_now is None:
+                self._objects_now = call_with_retries(
+                    self.trial.objects, retries=self.retries, deadline=self.deadline, what="Listing preserved copies"
+                )
+            return self._objects_now
 
     def fill_from_leftover(self, entry: FileEntry, leftover: str) -> bool:
+        """Fills a file from what an earlier attempt left; whether that was right."""
         reader = ConsistentReader(leftover, size=entry.size, expect_digest=entry.digest)
         try:
             self.working_dir.fill(entry, reader)
@@ -236,6 +255,8 @@ class RestorePass:
         return True
 
     def fill_from_storage(self, entry: FileEntry, place: str) -> None:
+        """Fills a file from one place in storage."""
+
         def chunks() -> Iterator[Buffer]:
             for chunk in self.trial.chunks(entry, place):
                 self.deadline.check()

@@ -163,6 +163,7 @@ class SyncPass:
         return path in self.mirror.unlisted and (state is None or not state.own)
 
     def plan(self, local: Mapping[str, LocalFile]) -> SyncPlan:
+        """What must be done for some files."""
         plan = plan_sync_up(
             local,
             head=self.mirror.head,
@@ -170,6 +171,7 @@ class SyncPass:
             pinned=self.pinned,
             preserved=self.mirror.preserved,
             can_append=self.engine.store.can_append,
+            min_append_size=self.engine.store.min_append_size,
         )
         if logger.isEnabledFor(logging.DEBUG):
             for op in (*plan.preserves, *plan.removes, *plan.transfers):
@@ -208,6 +210,7 @@ class SyncPass:
         return unstable
 
     def absorb(self, plan: SyncPlan, result: TransferResult, before: Mapping[str, PathState]) -> None:
+        """Takes over what a run did, and what it may have done."""
         states = self.mirror.states
         done = result.entries.keys() | result.changed | {skip.path for skip in result.skips}
         for op in plan.transfers:

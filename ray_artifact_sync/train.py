@@ -33,6 +33,7 @@ from ray_artifact_sync import layout
 from ray_artifact_sync.checkpoint_upload import upload_checkpoint
 from ray_artifact_sync.collectives import Collective, SingleProcess, TorchCollective
 from ray_artifact_sync.concurrency import Deadline
+from ray_artifact_sync.entries import Manifest
 from ray_artifact_sync.errors import ArtifactSyncError, ConfigurationError
 from ray_artifact_sync.options import SyncOptions
 from ray_artifact_sync.ray_collective import RayCollective
@@ -70,8 +71,8 @@ def artifacts(
     leaving, also through an exception, what was written last is uploaded; a worker that Ray kills uploads nothing more,
     and nothing depends on it.
 
-    The number of workers may change between attempts and runs: a rank that is new starts empty, the files of ranks that
-    are gone stay in storage as they are.
+    The number of workers may change between attempts and runs: a rank that did not take part in saving the checkpoint
+    starts empty, the files of ranks that are gone stay in storage as they are.
 
     Args:
         merged: All ranks' files are one set, at `<run dir>/artifacts/merged/`, checked for conflicts at each `report`
@@ -215,6 +216,9 @@ class WorkerArtifacts:
         persisted: list[Any] = []
 
         def upload(engine: TransferEngine) -> None:
+            if place.rank == 0:
+                store = self._part.part_store
+                engine.call("Noting the ranks", lambda: store.write_world_size(name, place.world_size), Deadline())
             if checkpoint is None:
                 return
             user_function = options.get("checkpoint_upload_fn")
@@ -277,11 +281,16 @@ class WorkerArtifacts:
                 raise ArtifactSyncError("Ray gave some ranks a checkpoint to resume from, and this one none.")
             return
         parent, _, name = checkpoint.path.rstrip("/").rpartition("/")
-        if parent.strip("/") == self._place.run_dir.strip("/"):
+        own = parent.strip("/") == self._place.run_dir.strip("/")
+        part = self._part if own else open_part(checkpoint.filesystem, parent, self._part.part_store.part)
+        ranks = part.part_store.world_size_of(name)
+        if ranks is not None and self.rank >= ranks and not isinstance(self._session, ShardedTrial):
+            logger.info("%s was saved by %d ranks; rank %d begins without artifacts.", name, ranks, self.rank)
+            self.restored = RestoreReport(Manifest(), exact=True)
+        elif own:
             self.restored = self._session.restore(name, fresh=True)
         else:
-            donor = open_part(checkpoint.filesystem, parent, self._part.part_store.part)
-            self.restored = self._session.restore_foreign(donor, name, fresh=True)
+            self.restored = self._session.restore_foreign(part, name, fresh=True)
 
     def _close(self, *, failed: bool) -> None:
         # A merged set can only be committed by all ranks, and after a failure they do not all come.
@@ -399,9 +408,7 @@ def _find_place(local_storage_path: str | os.PathLike[str] | None) -> _Place:
     )
 
 
-def _local_place(
-    context: Any, rank: int, world_size: int, local_storage_path: str | os.PathLike[str] | None
-) -> _Place:
+def _local_place(context: Any, rank: int, world_size: int, local_storage_path: str | os.PathLike[str] | None) -> _Place:
     storage = os.path.abspath(os.path.expanduser(os.fspath(local_storage_path or LOCAL_STORAGE)))
     run_dir = os.path.join(storage, context.get_experiment_name() or "local_run")
     logger.info("Local mode: Ray has no storage; artifacts and checkpoints are stored in %s.", run_dir)

@@ -27,6 +27,7 @@ from ray_artifact_sync.errors import (
     ArtifactConflictError,
     ArtifactNotFoundError,
     ArtifactSyncError,
+    CannotAppendError,
     FileChangedError,
     PreconditionFailedError,
     StorageError,
@@ -38,7 +39,7 @@ from ray_artifact_sync.stores.base import ArtifactStore, StoredFile
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CONCURRENCY = 32
+DEFAULT_CONCURRENCY = 64
 DEFAULT_RETRIES = 5
 SMALL_FILE = 1024 * 1024
 """Files up to this many bytes are read whole before they are sent: one request, and no part of a changed file."""
@@ -193,9 +194,9 @@ class TransferEngine:
         try:
             job.each(plan.preserves, job.preserve)
             job.each([op for op in plan.removes if op.path not in result.failures], job.remove)
-            transfers = [op for op in plan.transfers if not job.blocked(op.path)]
             # Large files first: the longest transfer then does not begin last.
-            job.each(sorted(transfers, key=lambda op: -op.size), job.transfer)
+            transfers = sorted(plan.transfers, key=lambda op: -op.size)
+            job.each([op for op in transfers if not job.blocked(op.path)], job.transfer)
         finally:
             job.close()
         return result
@@ -280,11 +281,26 @@ class TransferEngine:
         with self._budget.hold(self.budget_for(size), deadline):
             return self.call(f"Uploading {path}", guarded, deadline, path=path)
 
+    def append_file(self, op: Append, reader: ConsistentReader, etag: str | None, deadline: Deadline) -> StoredFile:
+        """Adds to one file from a reader that begins at its end."""
+
+        def append() -> StoredFile:
+            chunks = self.watched(reader, deadline)
+            return self.store.append(op.path, op.offset, chunks, if_match=etag, digest=op.digest)
+
+        with self._budget.hold(self.budget_for(op.size - op.offset), deadline):
+            return self.call(f"Appending to {op.path}", append, deadline, path=op.path)
+
+    def confirm_writer(self, error: BaseException) -> None:
+        """Raises if somebody else may write now, after an error that says that somebody wrote."""
+        if isinstance(error, PreconditionFailedError) and self._confirm_writer is not None:
+            self._confirm_writer()
+
 
 class _Job:
     """One run of a plan; its methods are called by many threads at once."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  (one caller)
         self,
         engine: TransferEngine,
         states: Mapping[str, PathState],
@@ -410,16 +426,13 @@ class _Job:
 
     def append(self, op: Append) -> None:
         reader = ConsistentReader(self.local_path(op.path), size=op.size, expect_digest=op.digest, start=op.offset)
-        store = self.engine.store
+        state = self.states.get(op.path)
         try:
-            stored = self.engine.call(
-                f"Appending to {op.path}",
-                lambda: store.append(op.path, op.offset, self.engine.watched(reader, self.deadline)),
-                self.deadline,
-                path=op.path,
-            )
-        except (PreconditionFailedError, ArtifactNotFoundError):
-            # An earlier try got a part of the way, or somebody wrote there: send the whole file.
+            stored = self.engine.append_file(op, reader, state.etag if state else None, self.deadline)
+        except (PreconditionFailedError, ArtifactNotFoundError, CannotAppendError) as error:
+            # An earlier try got a part of the way, somebody wrote there, or it does not work here: send the whole file.
+            self.engine.confirm_writer(error)
+            logger.debug("%s is sent whole: %s", op.path, error)
             self.upload(op)
             return
         except BaseException:

@@ -11,7 +11,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from blake3 import blake3
@@ -61,7 +62,7 @@ class Inventory:
         """With one more exploit record."""
         return replace(self, exploits=self.exploits | {key})
 
-    def without(self, paths: Set[str]) -> Inventory:
+    def without(self, paths: AbstractSet[str]) -> Inventory:
         """Without the objects, layers and records at these paths."""
         objects = {
             digest: left

@@ -47,7 +47,9 @@ class Side:
     scratch: Path
     proxy: FaultProxy
 
-    def fit(self, trainable: Any, config: dict, *, place: Place | None = None, frequency: int = 4, **options: Any) -> Any:
+    def fit(
+        self, trainable: Any, config: dict, *, place: Place | None = None, frequency: int = 4, **options: Any
+    ) -> Any:
         markers = self.scratch / "markers"
         markers.mkdir(exist_ok=True)
         syncer = options.pop("syncer", None) or ArtifactSyncer()
@@ -185,9 +187,7 @@ def _(side: Side) -> str:
 @scenario("function stopped early: written in finally:")
 def _(side: Side) -> str:
     function = with_artifacts(t.function) if side.ours else t.function
-    results = side.fit(
-        function, {"steps": 100, "slow_finally": 1}, stop={"n": 5}, checkpoint=tune.CheckpointConfig()
-    )
+    results = side.fit(function, {"steps": 100, "slow_finally": 1}, stop={"n": 5}, checkpoint=tune.CheckpointConfig())
     return present(Path(results[0].path), "cleanup.txt")
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.support.fault_proxy import FaultProxy
-from tests.support.s3_servers import MotoServer, RcloneServer, filesystem_at, uri_at
+from tests.support.s3_servers import JuicefsServer, MotoServer, RcloneServer, filesystem_at, uri_at
 
 # pyarrow >= 20 sends parts as aws-chunked without a Content-Length, which some S3-compatible servers (rclone's among
 # them) answer with 411. Read when pyarrow's S3 client starts, here and in Ray's workers.
@@ -26,6 +26,20 @@ def moto():
     """An S3 server that enforces conditional writes."""
     with MotoServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def juicefs():
+    """An S3 server whose UploadPartCopy works; without conditional writes."""
+    with JuicefsServer() as server:
+        yield server
+
+
+@pytest.fixture
+def juicefs_proxy(juicefs):
+    """A fresh fault-injecting proxy in front of `juicefs`."""
+    with FaultProxy(juicefs.endpoint) as proxy:
+        yield proxy
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ class ArtifactStore(abc.ABC):
     Attributes:
         description: For people and logs: which client, which place. Never holds credentials.
         can_append: Whether `append` works.
+        min_append_size: Bytes that a file must have before it pays to append to it instead of writing it anew.
         can_precondition: Whether `if_match` and `if_absent` are enforced. For object stores this starts as None
             (unknown) and is set by the one who found out (the claim of the writer file probes it).
         can_fence: Whether `begin_writing` cuts off writes in flight of older tokens.
@@ -58,6 +59,7 @@ class ArtifactStore(abc.ABC):
 
     description: str
     can_append: bool = False
+    min_append_size: int = 0
     can_precondition: bool | None = False
     can_fence: bool = False
 
@@ -127,13 +129,29 @@ class ArtifactStore(abc.ABC):
             StorageError: Anything else.
         """
 
-    def append(self, path: str, offset: int, data: Iterable[Buffer]) -> StoredFile:
+    def append(
+        self,
+        path: str,
+        offset: int,
+        data: Iterable[Buffer],
+        *,
+        if_match: str | None = None,
+        digest: str | None = None,
+    ) -> StoredFile:
         """Adds bytes at the end of a file whose size is `offset`.
 
         Not atomic: after a failure the file holds its first `offset` bytes and some of the new ones.
 
+        Args:
+            path: Where.
+            offset: Bytes that the file has.
+            data: What to add.
+            if_match: Refuse unless the present object has this etag. Ignored by stores without etags.
+            digest: BLAKE3 of the file as it will be; lets a store verify the first append that it makes.
+
         Raises:
-            PreconditionFailedError: The file is not `offset` bytes long; nothing was written.
+            PreconditionFailedError: The file is not `offset` bytes long, or another version; nothing was written.
+            CannotAppendError: It does not work here, after all: write the whole file.
         """
         raise NotImplementedError(f"{self.description} cannot append.")
 

@@ -29,6 +29,23 @@ TRANSIENT_ERRNOS = frozenset(
 )
 """Error numbers of failures that may pass by themselves."""
 
+_RETRYABLE_STATUS = frozenset((408, 425, 429, 500, 502, 503, 504, 507, 509, 529))
+_RETRYABLE_CODES = frozenset(
+    (
+        "ConditionalRequestConflict",  # S3: two conditional writes at once, neither was judged
+        "InternalError",
+        "OperationAborted",
+        "RequestTimeout",
+        "ServerBusy",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+    )
+)
+_REFUSED_CODES = frozenset(("AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"))
+
 _TMP_PREFIX = f"{TMP}/"
 
 # What may carry a secret in a client's message: a signed URL's query, `key=value`, URL user info.
@@ -90,6 +107,16 @@ def scrub(text: object) -> str:
     for pattern, replacement in _SECRETS:
         message = pattern.sub(replacement, message)
     return message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
+
+
+def is_transient(status: int | None, code: str) -> bool:
+    """Whether an answer of an object store says that the same request may succeed later."""
+    return code in _RETRYABLE_CODES or status in _RETRYABLE_STATUS
+
+
+def is_refusal(status: int | None, code: str) -> bool:
+    """Whether an answer of an object store refuses the credentials, or the right to do this."""
+    return status in (401, 403) or code in _REFUSED_CODES
 
 
 def is_buffer(data: Buffer | Iterable[Buffer]) -> bool:

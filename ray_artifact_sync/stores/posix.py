@@ -178,7 +178,15 @@ class PosixStore(ArtifactStore):
 
         return self._publish(path, fill, if_match=if_match, if_absent=if_absent)
 
-    def append(self, path: str, offset: int, data: Iterable[Buffer]) -> StoredFile:
+    def append(
+        self,
+        path: str,
+        offset: int,
+        data: Iterable[Buffer],
+        *,
+        if_match: str | None = None,  # noqa: ARG002  (its size is looked at, and only this session writes it)
+        digest: str | None = None,  # noqa: ARG002  (the kernel needs no proof)
+    ) -> StoredFile:
         """See `ArtifactStore.append`."""
         full = self._full(path)
         self._check_fence()

@@ -29,6 +29,7 @@ from ray_artifact_sync.stores.clients import (
 from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.common import join, scrub
 from ray_artifact_sync.stores.posix import PosixStore
+from ray_artifact_sync.stores.s3_append import appender_of
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ def _open_cloud(
         root,
         description=f"{spec.kind} {join(spec.bucket, root)}{place} (obstore)",
         client_without_retries=client_without_retries,
+        appender=appender_of(spec, limits),
     )
     why = "its options name the credentials"
     if not spec.proven:

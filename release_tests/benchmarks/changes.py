@@ -49,9 +49,7 @@ def five_of_many(directory: str, place: Place) -> Row:
         seconds["rclone"].append(time.perf_counter() - started)
         if number < 2:  # it takes a minute, and always sends everything
             started = time.perf_counter()
-            ray_storage._upload_to_fs_path(
-                directory, clients.filesystem_at(place.endpoint), f"{place.bucket}/rays"
-            )
+            ray_storage._upload_to_fs_path(directory, clients.filesystem_at(place.endpoint), f"{place.bucket}/rays")
             seconds["Ray"].append(time.perf_counter() - started)
             print(f"  Ray {seconds['Ray'][-1]:.1f} s, ours {seconds['ours'][-1]:.3f} s", flush=True)
     artifacts.close(flush=False)

@@ -20,7 +20,6 @@ import s3fs
 from obstore.store import S3Store
 from pyarrow import fs as pafs
 from ray.train._internal import storage as ray_storage
-from tests.support.s3_servers import KEY, REGION, SECRET, filesystem_at
 
 from ray_artifact_sync.concurrency import Deadline
 from ray_artifact_sync.directory_sync import DirectorySync, sync_directory_down
@@ -29,6 +28,7 @@ from ray_artifact_sync.options import SyncOptions
 from ray_artifact_sync.session import TrialArtifacts
 from ray_artifact_sync.stores import open_store
 from release_tests.benchmarks.common import MIB, Place
+from tests.support.s3_servers import KEY, REGION, SECRET, filesystem_at
 
 Run = Callable[[str], object]
 CONCURRENCY = SyncOptions().max_concurrency
@@ -99,7 +99,10 @@ def arrow(directory: str, place: Place) -> Run:
     def run(prefix: str) -> None:
         place.directory(prefix)
         pafs.copy_files(
-            directory, f"{place.bucket}/{prefix}", destination_filesystem=filesystem_at(place.endpoint), use_threads=True
+            directory,
+            f"{place.bucket}/{prefix}",
+            destination_filesystem=filesystem_at(place.endpoint),
+            use_threads=True,
         )
 
     return run
@@ -217,8 +220,7 @@ class RawHttp:
 
         def prepare(prefix: str) -> None:
             signed[prefix] = [
-                (os.path.join(directory, name), *self.sign("PUT", f"{prefix}/{name}"))
-                for name in os.listdir(directory)
+                (os.path.join(directory, name), *self.sign("PUT", f"{prefix}/{name}")) for name in os.listdir(directory)
             ]
 
         def run(prefix: str) -> None:
@@ -362,7 +364,6 @@ def obstore_down(place: Place, key: str) -> Run:
     def run(directory: str) -> None:
         os.makedirs(directory, exist_ok=True)
         with open(os.path.join(directory, os.path.basename(key)), "wb") as file:
-            for chunk in obstore.get(obstore_client(place), key).stream(min_chunk_size=4 * MIB):
-                file.write(chunk)
+            file.writelines(obstore.get(obstore_client(place), key).stream(min_chunk_size=4 * MIB))
 
     return run

@@ -9,35 +9,34 @@ import os
 import platform
 import shutil
 import signal
-import socket
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.support.fault_proxy import FaultProxy
+from release_tests.benchmarks.proxy import Proxy
 from tests.support.s3_servers import BUCKET, RcloneServer, environment
 
 RESULTS = Path(__file__).with_name("results")
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 
+def use_memory() -> None:
+    """Puts files and the server's data into memory where there is enough of it (or into `BENCHMARK_DIR`).
 
-def _fast_directory() -> str | None:
-    """`BENCHMARK_DIR`, or memory where there is enough of it: disks would decide, and throttle whoever comes last."""
-    if directory := os.environ.get("BENCHMARK_DIR"):
-        return directory
+    On a disk, the disk would decide, and the kernel would throttle whoever comes last.
+    """
+    directory = os.environ.get("BENCHMARK_DIR", "")
     with contextlib.suppress(OSError):
-        if shutil.disk_usage("/dev/shm").free > 12 * GIB:
-            return "/dev/shm"
-    return None
+        if not directory and shutil.disk_usage("/dev/shm").free > 12 * GIB:
+            directory = "/dev/shm"
+    tempfile.tempdir = directory or None
 
 
-tempfile.tempdir = _fast_directory()  # the S3 server's data goes there too
+use_memory()
 
 # For every S3 client; set before the first of them is imported.
 os.environ.update(environment())
@@ -100,7 +99,7 @@ def rounds(
                 tidy(place)
             if number:
                 seconds[name].append(taken)
-            print(f"  {'warm-up' if not number else number:>7} {name:<28} {taken:8.3f} s", flush=True)
+            print(f"  {number or 'warm-up':>7} {name:<28} {taken:8.3f} s", flush=True)
     return seconds
 
 
@@ -162,102 +161,17 @@ class Server(RcloneServer):
         time.sleep(0.05)
 
 
-class PartialContent:
-    """Says 206 where this server says 200 to a range, as S3 does; else obstore could not read by ranges.
-
-    Bodies go from socket to socket inside the kernel, so that this costs next to nothing.
-    """
-
-    def __init__(self, upstream: str) -> None:
-        host, _, port = upstream.removeprefix("http://").partition(":")
-        self._upstream = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def __enter__(self) -> PartialContent:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with client, socket.create_connection(self._upstream) as server, contextlib.suppress(OSError, ValueError):
-            for end in (client, server):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            pipe = os.pipe()
-            try:
-                while head := _head(client):
-                    if b"100-continue" in head.lower():
-                        client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-                        head = b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(b"expect"))
-                    server.sendall(head)
-                    _forward(client, server, head, pipe)
-                    answer = _head(server)
-                    if b"\ncontent-range:" in answer.lower():
-                        answer = answer.replace(b" 200 OK", b" 206 Partial Content", 1)
-                    client.sendall(answer)
-                    if not head.startswith(b"HEAD"):
-                        _forward(server, client, answer, pipe)
-            finally:
-                os.close(pipe[0])
-                os.close(pipe[1])
-
-
-def _head(source: socket.socket) -> bytes:
-    """Everything up to the empty line, and not a byte more."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        seen = source.recv(16 * KIB, socket.MSG_PEEK)
-        if not seen:
-            return b""
-        cut = (head + seen).find(b"\r\n\r\n")
-        head += source.recv(len(seen) if cut < 0 else cut + 4 - len(head))
-    return head
-
-
-def _forward(source: socket.socket, target: socket.socket, head: bytes, pipe: tuple[int, int]) -> None:
-    headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
-    if headers.get(b"transfer-encoding") == b"chunked":
-        file = source.makefile("rb", buffering=0)
-        size = 1
-        while size:
-            line = b""
-            while not line.endswith(b"\n"):
-                line += file.read(1)
-            size = int(line.split(b";")[0], 16)
-            body = b""
-            while len(body) < size + 2:
-                body += file.read(size + 2 - len(body))
-            target.sendall(line + body)
-        return
-    left = int(headers.get(b"content-length", 0))
-    while left:
-        moved = os.splice(source.fileno(), pipe[1], min(left, MIB))
-        if not moved:
-            raise OSError("closed in the middle")
-        left -= moved
-        while moved:
-            moved -= os.splice(pipe[0], target.fileno(), moved)
-
-
 class Place:
     """An S3 server of this machine's, with or without added latency.
 
-    Without latency, clients talk to it directly; else through the proxy, which also counts requests.
+    Without latency, clients talk to it directly; else through a proxy, which also counts requests.
     """
 
-    def __init__(self, server: Server, latency: float, proxy: FaultProxy | None, endpoint: str = "") -> None:
+    def __init__(self, server: Server, proxy: Proxy | None = None) -> None:
         self.server = server
-        self.latency = latency
         self.proxy = proxy
-        self.endpoint = endpoint or (proxy.endpoint if proxy else server.endpoint)
+        self.latency = proxy.latency if proxy else 0.0
+        self.endpoint = proxy.endpoint if proxy else server.endpoint
         self.bucket = BUCKET
 
     def directory(self, prefix: str) -> str:
@@ -274,19 +188,16 @@ class Place:
     def count(self, run: Callable[[], object]) -> dict[str, int]:
         """Requests by kind that `run` makes; needs the proxy."""
         assert self.proxy is not None
-        self.proxy.reset_counts()
+        self.proxy.take_counts()
         run()
-        return {kind: count for kind, count in self.proxy.counts.items() if count}
+        return self.proxy.take_counts()
 
 
 @contextlib.contextmanager
-def s3(latency: float = 0.0, *, proxied: bool | None = None) -> Iterator[Place]:
+def s3(latency: float = 0.0, *, proxied: bool = False) -> Iterator[Place]:
     with Server() as server, contextlib.ExitStack() as stack:
-        proxy = None
-        if latency or proxied:
-            proxy = stack.enter_context(FaultProxy(server.endpoint))
-            proxy.latency = latency
-        yield Place(server, latency, proxy)
+        proxy = stack.enter_context(Proxy(server.endpoint, latency)) if latency or proxied else None
+        yield Place(server, proxy)
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -312,7 +223,7 @@ def load() -> str:
 
 def machine() -> dict[str, str]:
     import obstore
-    import pyarrow
+    import pyarrow as pa
     import ray
     import s3fs
 
@@ -327,7 +238,7 @@ def machine() -> dict[str, str]:
         "directory": "memory (tmpfs)" if tempfile.gettempdir() == "/dev/shm" else "disk",
         "python": platform.python_version(),
         "ray": ray.__version__,
-        "pyarrow": pyarrow.__version__,
+        "pyarrow": pa.__version__,
         "obstore": obstore.__version__,
         "s3fs": s3fs.__version__,
         "rclone": rclone.removeprefix("rclone "),

@@ -14,7 +14,6 @@ from release_tests.benchmarks.common import (
     BUCKET,
     GIB,
     MIB,
-    PartialContent,
     Place,
     Row,
     main,
@@ -26,6 +25,7 @@ from release_tests.benchmarks.common import (
     scratch,
     times,
 )
+from release_tests.benchmarks.proxy import Proxy
 
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 SIZE = int(os.environ.get("LARGE_MIB", "1024")) * MIB
@@ -164,12 +164,12 @@ def child(job: dict[str, str]) -> None:
 
 
 def run() -> list[Row]:
-    with scratch() as directory, s3() as place, PartialContent(place.endpoint) as ranges:
+    with scratch() as directory, s3() as place, Proxy(place.endpoint) as ranges:
         path = make_large(f"{directory}/large/large.bin", SIZE)
         os.makedirs(f"{directory}/down")
         return [
             up(f"{directory}/large", path, place),
-            down(f"{directory}/large", path, Place(place.server, 0.0, None, ranges.endpoint), f"{directory}/down"),
+            down(f"{directory}/large", path, Place(place.server, ranges), f"{directory}/down"),
         ]
 
 

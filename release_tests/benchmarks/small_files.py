@@ -22,8 +22,14 @@ def no_latency(directory: str, place: Place) -> Row:
         "pyarrow": clients.arrow(directory, place),
         "Ray": clients.rays(directory, place),
     }
-    seconds = rounds(contestants, ROUNDS, prepare=lambda name, prefix: name == "raw HTTP" and prepare(prefix), tidy=place.remove)
-    ray, bare, http = ratio(seconds, "Ray", "ours"), ratio(seconds, "ours", "bare obstore"), ratio(seconds, "ours", "raw HTTP")
+    seconds = rounds(
+        contestants, ROUNDS, prepare=lambda name, prefix: name == "raw HTTP" and prepare(prefix), tidy=place.remove
+    )
+    ray, bare, http = (
+        ratio(seconds, "Ray", "ours"),
+        ratio(seconds, "ours", "bare obstore"),
+        ratio(seconds, "ours", "raw HTTP"),
+    )
     rclone = ratio(seconds, "rclone", "ours")
     return Row(
         "2,000 files of 4 KiB to S3, no latency",

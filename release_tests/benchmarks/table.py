@@ -21,21 +21,22 @@ def table() -> str:
             continue
         body = json.loads(path.read_text())
         machine = body["machine"]
-        about.append(f"`{name}`: {body['when']}, load average {body['load']}")
+        about.append(f"`{name}`: {body['when']}, in {machine['directory']}, load average {body['load']}")
         for row in body["rows"]:
             reached = {True: "yes", False: "**no**", None: ""}[row["ok"]]
             lines.append(f"| {row['work']} | {row['target']} | {row['measured']} | {reached} |")
             if row["note"]:
                 footnotes.append(f"- {row['work']}: {row['note']}")
-    versions = ", ".join(f"{name} {value}" for name, value in machine.items() if name not in ("cpu", "memory", "system", "directory"))
+    versions = ", ".join(
+        f"{name} {value}" for name, value in machine.items() if name not in ("cpu", "memory", "system", "directory")
+    )
     return "\n".join(
         [
             *lines,
             "",
             *footnotes,
             "",
-            f"Machine: {machine['cpu']}, {machine['memory']}, Linux {machine['system']}; files and server in "
-            f"{machine['directory']}; {versions}.",
+            f"Machine: {machine['cpu']}, {machine['memory']}, Linux {machine['system']}; {versions}.",
             "",
             "Runs: " + "; ".join(about) + ".",
         ]

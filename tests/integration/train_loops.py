@@ -21,7 +21,10 @@ def note(markers, name, text) -> None:
 
 
 def loop(config):
-    """Six steps, a checkpoint every second; a rank dies in step 5 of the first attempt."""
+    """Six steps, a checkpoint every second; a rank dies in step `kill_at` of the first attempt.
+
+    On Train V2, a checkpoint is registered for certain only when the next report has returned.
+    """
     import ray.train
 
     from ray_artifact_sync import train
@@ -37,7 +40,7 @@ def loop(config):
         listed = sorted(path.name for path in artifacts.path.iterdir() if path.name[0] != ".")
         note(markers, f"files_{start}_{rank}", " ".join(listed))
         if start:
-            note(markers, f"log_{start}_{rank}", Path(name).read_text())
+            note(markers, f"log_{start}_{rank}", Path(name).read_text() if Path(name).exists() else "")
             assert artifacts.restored.exact
         log = open(name, "a", buffering=1)
         for step in range(start + 1, config.get("steps", 6) + 1):

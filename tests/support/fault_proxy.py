@@ -102,6 +102,7 @@ class FaultProxy:
         bytes_out: Response body bytes by kind.
         log: Every request, in order of arrival.
         latency: Seconds added to each request.
+        bandwidth: Bytes of request bodies a second, of all connections together; None for no limit.
         answer_markers: Whether directory markers are answered here and not passed on.
         in_flight: Requests being served now.
         most_in_flight: The most there were at once since the last `reset_counts`.
@@ -112,6 +113,8 @@ class FaultProxy:
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self.answer_markers = answer_markers
         self.latency = 0.0
+        self.bandwidth: float | None = None
+        self._link_free_at = 0.0
         self.counts: Counter[str] = Counter()
         self.bytes_in: Counter[str] = Counter()
         self.bytes_out: Counter[str] = Counter()
@@ -211,6 +214,7 @@ class FaultProxy:
         for rule in rules:
             rule.release()
         self.latency = 0.0
+        self.bandwidth = None
 
     def reset_counts(self) -> None:
         """Starts counting anew."""
@@ -430,6 +434,9 @@ class FaultProxy:
                 continue
             try:
                 async for piece in _request_body(reader, length, chunked=chunked):
+                    if self.bandwidth:
+                        self._link_free_at = max(self._link_free_at, self._loop.time()) + len(piece) / self.bandwidth
+                        await asyncio.sleep(self._link_free_at - self._loop.time())
                     up_writer.write(piece)
                     with self._lock:
                         self.bytes_in[kind] += len(piece)

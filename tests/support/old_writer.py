@@ -30,8 +30,8 @@ class Pausing(WrappedStore):
     def put(self, path, data, **options):
         return self.inner.put(path, self.held(data) if path == "log.txt" else data, **options)
 
-    def append(self, path, offset, data):
-        return self.inner.append(path, offset, self.held(data) if path == "log.txt" else data)
+    def append(self, path, offset, data, **options):
+        return self.inner.append(path, offset, self.held(data) if path == "log.txt" else data, **options)
 
     def held(self, data):
         yield from [data] if isinstance(data, bytes | bytearray | memoryview) else data

@@ -74,6 +74,7 @@ class WrappedStore(ArtifactStore):
         self.inner = inner
         self.description = inner.description
         self.can_append = inner.can_append
+        self.min_append_size = inner.min_append_size
         self.can_fence = inner.can_fence
 
     @property
@@ -105,8 +106,8 @@ class WrappedStore(ArtifactStore):
     def put(self, path, data, **options):
         return self.around("put", path, lambda: self.inner.put(path, data, **options))
 
-    def append(self, path, offset, data):
-        return self.around("append", path, lambda: self.inner.append(path, offset, data))
+    def append(self, path, offset, data, **options):
+        return self.around("append", path, lambda: self.inner.append(path, offset, data, **options))
 
     def copy(self, source, target):
         return self.around("copy", target, lambda: self.inner.copy(source, target))
@@ -167,13 +168,14 @@ class FaultyStore(WrappedStore):
             raise Killed
         raise StorageError(f"injected at {verb} {path}", retryable=self._retryable)
 
-    def append(self, path, offset, data):
+    def append(self, path, offset, data, **options):
         def half():
             chunks = b"".join(bytes(chunk) for chunk in data)
             return self.inner.append(path, offset, [chunks[: len(chunks) // 2]])
 
         will_fire = self._countdown == 0
-        return self.around("append", path, half if will_fire else lambda: self.inner.append(path, offset, data))
+        whole = lambda: self.inner.append(path, offset, data, **options)  # noqa: E731
+        return self.around("append", path, half if will_fire else whole)
 
     def delete(self, paths):
         paths = list(paths)

@@ -16,11 +16,11 @@ import shutil
 import sys
 
 from blake3 import blake3
-from tests.support.sessions import open_session, read_tree, save
 
 from ray_artifact_sync import trial_dir
 from ray_artifact_sync.stores import open_store
 from ray_artifact_sync.stores.posix import PosixStore
+from tests.support.sessions import open_session, read_tree, save
 
 PATHS = ["log.txt", "events/a.tfevents", "events/b", "state", "plots/1.png", "plots/2.png", "toggle"]
 

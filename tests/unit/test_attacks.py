@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support import independent_reader
-from tests.support.sessions import Killed, WrappedStore, abandon, open_session, read_tree, save
 
 from ray_artifact_sync import layout, local_files
 from ray_artifact_sync.errors import ArtifactSyncError, IncompleteSyncError, StorageError
 from ray_artifact_sync.stores.posix import PosixStore
 from ray_artifact_sync.trial_dir import TrialDir
+from tests.support import independent_reader
+from tests.support.sessions import Killed, WrappedStore, abandon, open_session, read_tree, save
 
 
 class Trial:
@@ -481,7 +481,7 @@ def test_content_that_is_gone_is_named(trial):
     assert save(session, "checkpoint_000000")
     trial.kill()
     (trial.storage / "a").unlink()
-    session = trial.attempt(work=trial.base / "other")
+    session = trial.attempt(work=trial.base / "other", on_error="raise")
     with pytest.raises(IncompleteSyncError) as caught:
         session.restore("checkpoint_000000", fresh=True)
     assert list(caught.value.failures) == ["a"]
@@ -489,8 +489,10 @@ def test_content_that_is_gone_is_named(trial):
     head = trial.place.read(layout.MANIFEST)
     with pytest.raises(ArtifactSyncError, match="did not complete"):
         session.sync()
-    assert not save(session, "checkpoint_000001")
-    session.close()
+    with pytest.raises(ArtifactSyncError, match="did not complete"):
+        save(session, "checkpoint_000001")  # its own files are uploaded
+    with pytest.raises(ArtifactSyncError, match="did not complete"):
+        session.close()
     assert trial.place.read(layout.MANIFEST) == head
 
 
@@ -591,3 +593,21 @@ def test_a_version_of_the_same_size_that_was_never_committed_is_not_mistaken(tri
     session.restore("checkpoint_000000", fresh=True)
     session.sync()
     assert trial.place.read("a") == b"0"
+
+
+def test_what_a_replaced_attempt_preserved_after_our_listing_is_found(trial):
+    """Without a fence it goes on for as long as its lease: its copy is looked for before content is lost."""
+    session = trial.attempt()
+    trial.write("a", b"of the checkpoint")
+    assert save(session, "checkpoint_000000")
+    trial.kill()
+    shutil.rmtree(trial.work)
+    second = trial.attempt()
+    second._run(second._open, "Opening")
+    entry = independent_reader.entries_of(trial.place, layout.MANIFEST)["a"]
+    second.store.copy("a", layout.object_path(session.token, entry["digest"]))
+    second.store.put("a", b"of the old attempt")
+    report = second.restore("checkpoint_000000", fresh=True)
+    assert report.exact
+    assert not report.lost
+    assert read_tree(trial.work) == {"a": b"of the checkpoint"}

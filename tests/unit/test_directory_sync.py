@@ -36,9 +36,9 @@ class Counting(PosixStore):
         self.puts.append(path)
         return super().put(path, data, **options)
 
-    def append(self, path, offset, data):
+    def append(self, path, offset, data, **options):
         self.puts.append(f"{path}+{offset}")
-        return super().append(path, offset, data)
+        return super().append(path, offset, data, **options)
 
     def delete(self, paths):
         paths = list(paths)

@@ -24,6 +24,7 @@ BUILT_INS = {
     "ArtifactNotFoundError": FileNotFoundError,
     "StoragePermissionError": PermissionError,
     "PreconditionFailedError": OSError,
+    "CannotAppendError": OSError,
     "ArtifactExistsError": FileExistsError,
     "StagingError": OSError,
     "WorkerDiedError": RuntimeError,

@@ -15,9 +15,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from blake3 import blake3
+
 from tests.support import independent_reader
 from tests.support.s3_servers import BUCKET
 
@@ -71,11 +73,11 @@ class Trial:
         try:
             # Counted from the first line where there is a restore to disturb only now and then.
             if restore is None or self.dice.random() < 0.7:
-                assert started.wait(60), open(log_path).read()[-3000:]
+                assert started.wait(60), Path(log_path).read_text()[-3000:]
             else:
                 time.sleep(0.6)
             time.sleep(seconds)
-            assert victim.poll() is None, open(log_path).read()[-3000:]
+            assert victim.poll() is None, Path(log_path).read_text()[-3000:]
         finally:
             victim.kill()
             victim.wait()
@@ -119,7 +121,8 @@ def live_through(trial: Trial, kills: int, longest: float, is_quiet=lambda: True
         trial.run_and_kill(trial.dice.uniform(0.0, longest))
         looked += trial.check(is_quiet)
     assert looked > kills  # it did get somewhere
-    print(f"{kills} kills ({trial.kills_in_restore} before the restore was over), checkpoint {trial.newest}, {looked} files")
+    before = trial.kills_in_restore
+    print(f"{kills} kills ({before} before the restore was over), checkpoint {trial.newest}, {looked} files read")
 
 
 def test_local_storage_survives_kill_9(tmp_path):

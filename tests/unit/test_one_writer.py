@@ -12,9 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support import independent_reader
-from tests.support.s3_servers import BUCKET, filesystem_at
-from tests.support.sessions import abandon, open_session, read_tree, save
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.concurrency import Deadline
@@ -23,6 +20,9 @@ from ray_artifact_sync.stores import open_store
 from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.posix import PosixStore
 from ray_artifact_sync.trial_dir import TrialDir, TrialWriter
+from tests.support import independent_reader
+from tests.support.s3_servers import BUCKET, filesystem_at
+from tests.support.sessions import abandon, open_session, read_tree, save
 
 AT_ZERO = {"log.txt": b"one\n", "same.txt": b"the same in both attempts\n"}
 OF_NEW = {"log.txt": b"one\nNEW ATTEMPT\n", "new.txt": b"new\n", "same.txt": AT_ZERO["same.txt"]}
@@ -106,18 +106,6 @@ def test_posix_refuses_even_the_rename_in_flight(tmp_path):
     abandon(session)
 
 
-def stopped_with_a_request_in_flight(proxy, tmp_path, prefix):
-    """The old attempt's PUT of log.txt is held between client and server, its process stopped, a new attempt at work."""
-    storage = {"endpoint": proxy.endpoint, "prefix": prefix}
-
-    def new_store():
-        return open_store(filesystem_at(proxy.endpoint), f"{BUCKET}/{prefix}")
-
-    old = OldWriter(working_dir=str(tmp_path / "old"), storage=storage, token=1)
-    old.wait_for("saved")
-    return old, new_store
-
-
 @pytest.mark.s3
 @pytest.mark.parametrize("server", ["moto", "rclone"])
 def test_s3_with_a_request_in_flight(server, request, tmp_path):
@@ -185,8 +173,7 @@ def test_a_large_upload_that_was_stopped_is_not_completed(moto_proxy, tmp_path):
     old = open_session(tmp_path / "old", new_store(), 1, retries=0)
     content = os.urandom(1 << 20)
     with open(tmp_path / "old" / "big.bin", "wb") as file:
-        for _ in range(96):
-            file.write(content)
+        file.writelines([content] * 96)
     rule = proxy.hang("upload_part", "big.bin")
     errors = []
 
@@ -233,7 +220,7 @@ def test_a_new_attempt_waits_for_a_living_one(tmp_path):
 
 
 def test_an_old_attempt_that_does_not_end(tmp_path):
-    """Small `predecessor_wait`: the new one goes on without it, and the old one's flush takes nothing of the new one's."""
+    """Small `predecessor_wait`: the new one goes on without it, whose flush then takes nothing of the new one's."""
     storage, flag = tmp_path / "storage", str(tmp_path / "flag")
     with OldWriter(working_dir=str(tmp_path / "work"), storage=str(storage), token=1, pause=flag) as old:
         old.wait_for("syncing")

@@ -10,9 +10,6 @@ import threading
 import time
 
 import pytest
-from tests.support import independent_reader
-from tests.support.s3_servers import BUCKET, filesystem_at
-from tests.support.sessions import WrappedStore, abandon, open_session, read_tree, save
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.checkpoint_upload import upload_checkpoint
@@ -26,6 +23,9 @@ from ray_artifact_sync.errors import (
 )
 from ray_artifact_sync.stores import open_store
 from ray_artifact_sync.stores.posix import PosixStore
+from tests.support import independent_reader
+from tests.support.s3_servers import BUCKET, filesystem_at
+from tests.support.sessions import WrappedStore, abandon, open_session, read_tree, save
 
 MIB = 1024 * 1024
 LARGE = 20 * MIB  # several parts
@@ -68,7 +68,7 @@ refusals = pytest.mark.parametrize(
 
 @pytest.mark.s3
 @refusals
-def test_a_refused_artifact_is_an_error(proxy, session, work, place, kind, size):
+def test_a_refused_artifact_is_an_error(proxy, session, work, place, kind, size):  # noqa: PLR0917
     write(work, "fine.txt", b"fine")
     session.sync()
     write(work, "refused.bin", os.urandom(size))
@@ -82,12 +82,14 @@ def test_a_refused_artifact_is_an_error(proxy, session, work, place, kind, size)
     assert place.read("checkpoint_000000/model.bin") == b"model of checkpoint_000000"
     proxy.clear()
     assert save(session, "checkpoint_000001")
-    assert independent_reader.tree_of(place, independent_reader.snapshots(place)["checkpoint_000001"]) == read_tree(work)
+    assert independent_reader.tree_of(place, independent_reader.snapshots(place)["checkpoint_000001"]) == read_tree(
+        work
+    )
 
 
 @pytest.mark.s3
 @refusals
-def test_a_refused_checkpoint_file_raises_and_leaves_no_snapshot(proxy, session, work, place, tmp_path, kind, size):
+def test_a_refused_checkpoint_file_raises_and_leaves_no_snapshot(proxy, session, work, place, tmp_path, kind, size):  # noqa: PLR0917
     write(work, "log.txt", b"1\n")
     source = tmp_path / "source"
     write(source, "shard.bin", os.urandom(size))
@@ -155,7 +157,7 @@ def test_a_failed_snapshot_is_counted_once_and_restores_all_the_same(proxy, sess
 
 @pytest.mark.s3
 def test_a_commit_whose_answer_was_lost(proxy, session, work, place):
-    """The head may have landed although the sync failed: what it lists stays readable, and the next sync replaces it."""
+    """The head may have landed although the sync failed: it stays readable until the next sync replaces it."""
     write(work, "a", b"old")
     session.sync()
     write(work, "a", b"new")
@@ -298,7 +300,7 @@ def test_storage_that_is_full(small_disk, tmp_path):
     with open(os.path.join(work, "log.txt"), "ab") as file:
         file.write(os.urandom(700_000))
     write(work, "big.bin", os.urandom(900_000))
-    with pytest.raises(ArtifactSyncError, match="[Ff]ree some space|No space"):
+    with pytest.raises(ArtifactSyncError, match=r"[Ff]ree some space|No space"):
         session.sync()
     with pytest.raises((ArtifactSyncError, OSError)):
         save(session, "checkpoint_000001", {"model": os.urandom(900_000)})

@@ -1,4 +1,4 @@
-"""Cost follows the change: requests and bytes, counted by a proxy in front of real S3 servers, or by a wrapped store."""
+"""Cost follows the change: requests and bytes, counted by a proxy before real S3 servers, or by a wrapped store."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from collections import Counter
 
 import pytest
-from tests.support.s3_servers import BUCKET, filesystem_at
-from tests.support.sessions import WrappedStore, abandon, open_session, save
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.stores import open_store
 from ray_artifact_sync.stores.posix import PosixStore
+from tests.support.s3_servers import BUCKET, filesystem_at
+from tests.support.sessions import WrappedStore, abandon, open_session, save
 
 FILES = 2_000
 CHANGED = 5

@@ -25,13 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from obstore.store import MemoryStore
-from tests.support import independent_reader
-from tests.support.sessions import FaultyStore, Killed, abandon, open_session, read_tree, save
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.errors import ArtifactSyncError
 from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.posix import PosixStore
+from tests.support import independent_reader
+from tests.support.sessions import FaultyStore, Killed, abandon, open_session, read_tree, save
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "40"))
 STEPS = int(os.environ.get("PROPERTY_STEPS", "15"))
@@ -48,7 +48,13 @@ CHANGES = [
     *("write", "append", "touch", "mkdir", "pause"),
 ]
 BLOBS = {"": b"", "0": b"0", "1": b"1", "A": b"A" * BIG, "B": b"B" * BIG, "AA": b"A" * (2 * BIG)}
-contents = st.one_of(st.sampled_from(sorted(BLOBS)).map(BLOBS.__getitem__), st.binary(max_size=12))
+
+
+def blob(name: str) -> bytes:
+    return BLOBS[name]
+
+
+contents = st.one_of(st.sampled_from(sorted(BLOBS)).map(blob), st.binary(max_size=12))
 changes = st.lists(
     st.tuples(st.sampled_from(CHANGES), st.sampled_from(POOL), contents, st.integers(0, 255)), max_size=4
 )

@@ -91,7 +91,14 @@ TABLE = {
     "directories merge": ({"d/a": A}, {"d/b": B}, "error", {"d/a": A, "d/b": B}, ["d/a"], ["d/b"]),
     "empty directories": ({"d": None}, {"d": None, "a": A}, "error", {"d": None, "a": A}, [], ["a"]),
     "empty and full directory": ({"d": None}, {"d/a": A}, "error", {"d/a": A}, [], ["d/a"]),
-    "names that begin alike": ({"x": A}, {"x.d/y": B, "xy": B}, "error", {"x": A, "x.d/y": B, "xy": B}, ["x"], ["x.d/y", "xy"]),
+    "names that begin alike": (
+        {"x": A},
+        {"x.d/y": B, "xy": B},
+        "error",
+        {"x": A, "x.d/y": B, "xy": B},
+        ["x"],
+        ["x.d/y", "xy"],
+    ),
     "nothing from one": ({"a": A}, None, "error", {"a": A}, ["a"], []),
     "nothing from the first": (None, {"a": A}, "error", {"a": A}, [], ["a"]),
     "an empty directory each": ({}, {}, "error", {}, [], []),
@@ -100,9 +107,23 @@ TABLE = {
     "lowest rank: sizes": ({"a": LONGER}, {"a": B}, "lowest_rank", {"a": LONGER}, ["a"], []),
     "lowest rank: file wins": ({"x": A}, {"x/y": B, "x/z/w": B}, "lowest_rank", {"x": A}, ["x"], []),
     "lowest rank: directory wins": ({"x/y": A}, {"x": B}, "lowest_rank", {"x/y": A}, ["x/y"], []),
-    "rank suffix: different": ({"a": A}, {"a": B}, "rank_suffix", {"a.rank_0": A, "a.rank_1": B}, ["a.rank_0"], ["a.rank_1"]),
+    "rank suffix: different": (
+        {"a": A},
+        {"a": B},
+        "rank_suffix",
+        {"a.rank_0": A, "a.rank_1": B},
+        ["a.rank_0"],
+        ["a.rank_1"],
+    ),
     "rank suffix: identical": ({"a": A}, {"a": A}, "rank_suffix", {"a": A}, ["a"], []),
-    "rank suffix: file and directory": ({"x": A}, {"x/y": B}, "rank_suffix", {"x.rank_0": A, "x/y": B}, ["x.rank_0"], ["x/y"]),
+    "rank suffix: file and directory": (
+        {"x": A},
+        {"x/y": B},
+        "rank_suffix",
+        {"x.rank_0": A, "x/y": B},
+        ["x.rank_0"],
+        ["x/y"],
+    ),
     "rank suffix: taken": ({"a": A, "a.rank_1": A}, {"a": B}, "rank_suffix", CONFLICT, ["a.rank_1"], None),
 }
 
@@ -111,7 +132,11 @@ TABLE = {
 def test_conflict_table(row, tmp_path):
     first, second, on_conflict, expected, sent_by_first, sent_by_second = TABLE[row]
     dirs = [
-        None if files is None else str(tmp_path / "rank_0") if files == "shared" else write(tmp_path / f"rank_{n}", files)
+        None
+        if files is None
+        else str(tmp_path / "rank_0")
+        if files == "shared"
+        else write(tmp_path / f"rank_{n}", files)
         for n, files in enumerate((first, second))
     ]
     target = tmp_path / "target"
@@ -254,7 +279,9 @@ def test_a_later_upload_replaces_the_set_and_sends_what_changed(tmp_path):
 
 def test_kinds_change_between_uploads(tmp_path):
     target = tmp_path / "target"
-    run_ranks(2, upload, str(target), [write(tmp_path / "1/r0", {"x": A}), write(tmp_path / "1/r1", {"y/z": B, "k": B})])
+    run_ranks(
+        2, upload, str(target), [write(tmp_path / "1/r0", {"x": A}), write(tmp_path / "1/r1", {"y/z": B, "k": B})]
+    )
     dirs = [write(tmp_path / "2/r0", {"y": A, "x/0": A}), write(tmp_path / "2/r1", {"x/1": B, "k": B})]
     outcomes = run_ranks(2, upload, str(target), dirs)
     assert [outcome.error for outcome in outcomes] == [None, None]
@@ -286,7 +313,18 @@ def test_one_refused_file_fails_all_ranks_and_commits_nothing(tmp_path):
     assert stored(target) == {"old": A}
 
 
-STEPS = ("newest token", "token", "claim", "learn", "sources", "listings", "digests", "uploads", "commit", "old metadata")
+STEPS = (
+    "newest token",
+    "token",
+    "claim",
+    "learn",
+    "sources",
+    "listings",
+    "digests",
+    "uploads",
+    "commit",
+    "old metadata",
+)
 OLD = {"log": "before", "old": A}
 
 
@@ -509,10 +547,18 @@ def test_only_colliding_files_are_hashed_in_one_exchange(tmp_path, monkeypatch):
         return original(file, *args)
 
     monkeypatch.setattr(sharded_trial, "hash_local_file", counted)
-    dirs = [write(tmp_path / f"r{r}", {f"own_{r}_{n}": A for n in range(20)} | {f"both_{n}": A for n in range(3)} | {"sized": "x" * r}) for r in range(2)]
+    dirs = [
+        write(
+            tmp_path / f"r{r}",
+            {f"own_{r}_{n}": A for n in range(20)} | {f"both_{n}": A for n in range(3)} | {"sized": "x" * r},
+        )
+        for r in range(2)
+    ]
     collectives = in_threads(2)
     threads = [
-        threading.Thread(target=lambda c=c: ShardedUpload(tmp_path / "t", c, on_conflict="lowest_rank").upload(dirs[c.rank]))
+        threading.Thread(
+            target=lambda c=c: ShardedUpload(tmp_path / "t", c, on_conflict="lowest_rank").upload(dirs[c.rank])
+        )
         for c in collectives
     ]
     for thread in threads:
