@@ -32,11 +32,11 @@ class ArtifactSyncCallback(Callback):  # type: ignore[misc]  # Ray has no type i
         self.timeout = timeout
         self._pending: dict[str, Any] = {}
 
-    def setup(self, *args: Any, **kwargs: Any) -> None:
+    def setup(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  (Ray's signature)
         """Ray calls this when an experiment begins."""
         ArtifactSyncCallback.active = True
 
-    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
         """Asks the trial's actor to flush; waits for all flushes if no other trial is running."""
         actor = trial.temporary_state.ray_actor
         flush = getattr(actor, "flush_artifacts", None) if actor is not None else None

@@ -38,7 +38,7 @@ class SyncConfig(_RaySyncConfig):  # type: ignore[misc]  # Ray has no type infor
 
     sync_period: float = DEFAULT_SYNC_PERIOD
     sync_timeout: float = DEFAULT_SYNC_TIMEOUT
-    sync_artifacts: bool | None = None  # type: ignore[assignment]
+    sync_artifacts: bool | None = None
     sync_artifacts_on_checkpoint: bool = True
     syncer: ArtifactSyncer | None = None
     registry: ArtifactRegistry | None = None
@@ -84,7 +84,7 @@ def configure(
     if not hasattr(run_config, "sync_config"):
         raise ConfigurationError(
             f"configure() takes a ray.tune.RunConfig, not {type(run_config).__module__}.{type(run_config).__name__}: "
-            "Ray Train V2 has no artifact sync to hook into. Use `ray_artifact_sync.train` in the training loop instead."
+            "Ray Train V2 has no artifact sync to hook into. Use `ray_artifact_sync.train` in the training loop."
         )
     if unknown := options.keys() - set(_OPTIONS):
         raise ConfigurationError(

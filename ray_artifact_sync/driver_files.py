@@ -1,7 +1,7 @@
 """The driver's side of ownership: files that nobody declared, and files that worker and driver both write.
 
-Ray's driver keeps one staging directory for the experiment, with a directory for each trial; the session of a trial runs
-elsewhere and cannot know what callbacks put there unless they declare it.
+Ray's driver keeps one staging directory for the experiment, with a directory for each trial; the session of a trial
+runs elsewhere and cannot know what callbacks put there unless they declare it.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class DriverFiles:
                 self._save_workers_version(trial, name, open_trial)
 
     def _say_undeclared(self, trial: str, name: str) -> None:
-        pattern = f"{name.split('/')[0]}/" if "/" in name else name
+        pattern = f"{name.partition('/')[0]}/" if "/" in name else name
         if pattern in self._said:
             return
         self._said.add(pattern)
         logger.warning(
-            "The driver writes %s into trial dirs (first seen in %s), but no callback declares it. If a trainable writes "
-            "the same file, the two would overwrite each other. Declare it on the callback that writes it: "
+            "The driver writes %s into trial dirs (first seen in %s), but no callback declares it. If a trainable "
+            "writes the same file, the two would overwrite each other. Declare it on the callback that writes it: "
             "`artifact_patterns = (%r,)`; for somebody else's callback: `ArtifactRegistry.declare(ThatCallback, %r)`.",
             name,
             trial,

@@ -120,8 +120,8 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
         if self._session is None:
             if not set_aside:
                 logger.info(
-                    "The artifacts of %s are uploaded, but a restore will not bring them back: derive the trainable from "
-                    "ArtifactSyncMixin, or wrap the function in with_artifacts(...).",
+                    "The artifacts of %s are uploaded, but a restore will not bring them back: derive the trainable "
+                    "from ArtifactSyncMixin, or wrap the function in with_artifacts(...).",
                     self.trial_dir_name,
                 )
             self._session = TrialArtifacts(
@@ -166,7 +166,8 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
 
     def _is_persisted_already(self, checkpoint: Any, target: str) -> bool:
         """Whether the user reports the very directory that it would be copied to."""
-        return checkpoint.path.strip("/") == target.strip("/") and checkpoint.filesystem.equals(self.storage_filesystem)
+        same_path = checkpoint.path.strip("/") == target.strip("/")
+        return same_path and bool(checkpoint.filesystem.equals(self.storage_filesystem))
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -210,8 +211,8 @@ def install() -> None:
 
 def _factory_over(ray_class: type) -> Callable[..., Any]:
     def make_storage_context(*args: Any, **kwargs: Any) -> Any:
-        sync_config = kwargs.get("sync_config")
-        if getattr(sync_config, "syncer", None) is None or not isinstance(sync_config.syncer, ArtifactSyncer):
+        syncer = getattr(kwargs.get("sync_config"), "syncer", None)
+        if not isinstance(syncer, ArtifactSyncer):
             return ray_class(*args, **kwargs)
         _check_filesystem(kwargs.get("storage_filesystem"))
         context = ArtifactStorageContext(*args, **kwargs)
@@ -232,8 +233,8 @@ def _check_filesystem(filesystem: pyarrow.fs.FileSystem | None) -> None:
         cloudpickle.dumps(filesystem)
     except Exception as error:
         raise ConfigurationError(
-            f"RunConfig(storage_filesystem={filesystem!r}) cannot be pickled ({error}), so no worker could use it. Give "
-            "a filesystem whose handler can be pickled: it should keep options, and connect when it is used."
+            f"RunConfig(storage_filesystem={filesystem!r}) cannot be pickled ({error}), so no worker could use it. "
+            "Give a filesystem whose handler can be pickled: it should keep options, and connect when it is used."
         ) from error
 
 
@@ -245,6 +246,6 @@ def _check_place(context: ArtifactStorageContext) -> None:
     storage = os.path.abspath(context.storage_fs_path)
     if os.path.commonpath([storage, working_dirs]) == working_dirs:
         raise ConfigurationError(
-            f"RunConfig(storage_path={storage!r}) lies inside the trials' working dirs ({working_dirs}); their artifacts "
-            "would be synced into themselves. Choose another storage_path."
+            f"RunConfig(storage_path={storage!r}) lies inside the trials' working dirs ({working_dirs}); their "
+            "artifacts would be synced into themselves. Choose another storage_path."
         )

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Patterns = Iterable[str] | str
 
 
-class ArtifactSyncer(Syncer):
+class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type information here
     """Syncs directories with storage: only changes, in parallel, verified, in the background.
 
     Handed to `SyncConfig(syncer=...)`, it says how a run's artifacts, checkpoints and experiment state travel. Alone,
@@ -94,6 +94,9 @@ class ArtifactSyncer(Syncer):
         self._registry = ArtifactRegistry.default()
         self._reset_runtime()
         self.options()  # tells bad options now
+
+    last_sync_up_time: float
+    last_sync_down_time: float
 
     def _reset_runtime(self) -> None:
         self._thread = OperationThread("artifact-syncer")
@@ -243,7 +246,7 @@ class ArtifactSyncer(Syncer):
         if patterns is None and selection is None:
             return take_all
 
-        def rule(path: str, is_dir: bool) -> Skip | None:  # noqa: FBT001
+        def rule(path: str, is_dir: bool) -> Skip | None:
             if patterns is not None and (pattern := None if is_dir else patterns.matches(path)):
                 return Skip(path, f"matches exclude {pattern!r}", "excluded")
             if selection is not None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ArtifactSyncMixin:
-    """Put it before `tune.Trainable` in the bases; nothing else changes:
+    """Put it before `tune.Trainable` in the bases; nothing else changes.
 
         class MyTrainable(ArtifactSyncMixin, tune.Trainable): ...
 
@@ -116,8 +116,8 @@ class ArtifactSyncMixin:
             storage.session(set_aside=True)
         elif storage is not None:
             logger.warning(
-                "%s has ArtifactSyncMixin, but the run's sync_config has no ArtifactSyncer: its artifacts are NOT synced. "
-                "Use `ray_artifact_sync.configure(run_config)`.",
+                "%s has ArtifactSyncMixin, but the run's sync_config has no ArtifactSyncer: its artifacts are NOT "
+                "synced. Use `ray_artifact_sync.configure(run_config)`.",
                 type(self).__name__,
             )
 
@@ -134,7 +134,7 @@ class ArtifactSyncMixin:
         try:
             artifacts.sync()
         except ArtifactConflictError as error:
-            logger.error("The artifacts were not flushed %s: %s", when, error)
+            logger.warning("The artifacts were not flushed %s: %s", when, error)
         except ArtifactSyncError:
             if artifacts.options.on_error == "raise":
                 raise

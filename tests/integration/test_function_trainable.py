@@ -108,7 +108,7 @@ def test_misuse_is_told():
         with_artifacts(Mixed)
     with pytest.raises(ConfigurationError, match="takes a function"):
         with_artifacts("train")
-    with pytest.raises(ConfigurationError, match="after tune.Trainable"):
+    with pytest.raises(ConfigurationError, match=r"after tune\.Trainable"):
 
         class Wrong(tune.Trainable, ArtifactSyncMixin):
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -54,10 +55,8 @@ def kill_session(driver: subprocess.Popen, worker: int) -> None:
     os.kill(worker, signal.SIGSTOP)
     children = _descendants(driver.pid)
     for pid in [driver.pid, *children, worker]:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     driver.wait()
 
 

@@ -28,7 +28,8 @@ class LoggingBody(tune.Trainable):
     Config: `crash_at` (step) and `crash` ("kill" or "raise"), `wipe` (remove the working dir with the crash, as when
     the trial moves to another node), `sync_first` (sync before the crash, as a periodic sync would), `markers`
     (directory for once-only files), `open_in_setup`, `steps`, `wait_at` (step; waits there for the file
-    `markers/go_on`), `await_period` (before the crash, wait until a background sync has come by), `kill_in_save` (n: die at the end of the n-th save, after everything was uploaded).
+    `markers/go_on`), `await_period` (before the crash, wait until a background sync has come by), `kill_in_save` (n:
+    die at the end of the n-th save, after everything was uploaded).
     """
 
     steps = 8
