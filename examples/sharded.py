@@ -32,9 +32,9 @@ def work(rank, target):
                 file.write('{"layers": 12}')  # the same from all: uploaded once
 
         # One download for each node; this worker asks for its shard.
-        with sharded.restore_path(selector=lambda name: name == f"shard_{rank}.bin") as path:
-            with open(os.path.join(path, f"shard_{rank}.bin"), "rb") as file:
-                assert file.read() == bytes([rank]) * 1000
+        own = f"shard_{rank}.bin"
+        with sharded.restore_path(selector=own.__eq__) as path, open(os.path.join(path, own), "rb") as file:
+            assert file.read() == bytes([rank]) * 1000
 
         # Two workers that disagree: all of them are told, and the committed set stays.
         try:

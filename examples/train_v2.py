@@ -29,7 +29,7 @@ def load(checkpoint):
         return json.load(file)
 
 
-def train_loop_per_worker(config):
+def train_loop_per_worker():
     with train.artifacts() as artifacts:  # a directory of this worker's own: artifacts.path
         start = load(ray.train.get_checkpoint())
         log = open(artifacts.path / "log.txt", "a", buffering=1)  # noqa: SIM115  (open for all of the training)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import socket
 import uuid
@@ -93,7 +93,7 @@ class TorchCollective:
             raise ConfigurationError("TorchCollective needs torch.distributed.init_process_group() first, and gloo.")
         self._dist = dist
         # A group of its own: its calls never mix with those of the training, and it has its own time limit.
-        self._group = dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout), backend="gloo")
+        self._group = dist.new_group(ranks, timeout=dt.timedelta(seconds=timeout), backend="gloo")
         self._ranks = sorted(ranks) if ranks is not None else list(range(dist.get_world_size()))
         self.rank: int = dist.get_rank(self._group)
         self.world_size: int = dist.get_world_size(self._group)

@@ -224,7 +224,7 @@ class RayCollective:
             with suppress(Exception):
                 self._actor.beat.remote(self.rank)
 
-    def __enter__(self) -> RayCollective:
+    def __enter__(self) -> RayCollective:  # noqa: PYI034  (Self is not in 3.10)
         return self
 
     def __exit__(self, *_: object) -> None:

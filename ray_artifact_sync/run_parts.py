@@ -1,7 +1,7 @@
 """Where the artifacts of a Ray Train run lie: the directories of its parts, and their snapshots in its checkpoints.
 
 <run dir>/                                          (`get_storage().experiment_fs_path`; a trial dir on Train V1)
-  artifacts/<part>/                                 one part: a trial dir as `layout.py` describes, but without checkpoints
+  artifacts/<part>/                                 one part: a trial dir (see `layout.py`) without checkpoints
   checkpoint_.../                                   as Ray names them, or the user does
     <the checkpoint's own files>
     .ray_artifact_sync/<part>/.ray_artifact_sync-<token>.json       snapshot of the part
@@ -91,7 +91,7 @@ class RunPartStore(ArtifactStore):
         self._checkpoint = name
 
     @property
-    def can_precondition(self) -> bool | None:  # type: ignore[override]  # a plain attribute in the base
+    def can_precondition(self) -> bool | None:
         """See `ArtifactStore`."""
         return self.artifacts.can_precondition
 
@@ -129,12 +129,12 @@ class RunPartStore(ArtifactStore):
             if layout.snapshot_token(name := file.path.rpartition("/")[2])
         ]
 
-    def read_chunks(self, path: str, **options: Any) -> Iterator[Buffer]:  # type: ignore[override]  # passed on
+    def read_chunks(self, path: str, **options: Any) -> Iterator[Buffer]:
         """See `ArtifactStore.read_chunks`."""
         store, real = self._route(path)
         return store.read_chunks(real, **options)
 
-    def put(self, path: str, data: Buffer | Iterable[Buffer], **options: Any) -> StoredFile:  # type: ignore[override]
+    def put(self, path: str, data: Buffer | Iterable[Buffer], **options: Any) -> StoredFile:
         """See `ArtifactStore.put`."""
         store, real = self._route(path)
         stored = _named(store.put(real, data, **options), path)

@@ -111,14 +111,14 @@ class Together:
             raise self._broken
         if failure is not None:
             raise failure
-        for rank, (*_, error) in enumerate(said):
-            if error is not None:
-                raise of_rank(error, rank)
+        for rank, (*_, theirs) in enumerate(said):
+            if theirs is not None:
+                raise of_rank(theirs, rank)
         return [value for _, _, value, _ in said]
 
     def on_first(self, what: str, act: Callable[[], Value]) -> Value:
         """Does something on rank 0 alone, and tells all what it gave. Raises what `all` raises."""
-        value: Value = self.all(what, act if self.rank == 0 else lambda: None)[0]  # type: ignore[assignment, arg-type]
+        value: Value = self.all(what, act if self.rank == 0 else lambda: None)[0]  # type: ignore[assignment]
         return value
 
 
@@ -220,9 +220,11 @@ class ShardedTrial(TrialArtifacts):
 
         The snapshot is written when all ranks have uploaded theirs; if one fails, all do, and there is none.
         """
-        return super().commit_checkpoint(
-            name, lambda engine: self._together.all("checkpoint files", lambda: upload(engine)) and None
-        )
+
+        def upload_together(engine: TransferEngine) -> None:
+            self._together.all("checkpoint files", lambda: upload(engine))
+
+        return super().commit_checkpoint(name, upload_together)
 
     # --- one sync -----------------------------------------------------------------------------------
 

@@ -375,7 +375,7 @@ def _keys_are_text(value: object) -> bool:
     return True
 
 
-def _merge_into(
+def _merge_into(  # noqa: PLR0917  (recursive, private)
     merged: dict[str, Any],
     part: Mapping[str, Any],
     rank: int,

@@ -49,6 +49,11 @@ from ray_artifact_sync.transfer import TransferEngine
 
 logger = logging.getLogger(__name__)
 
+_NOT_HERE = (
+    "ray_artifact_sync.train.artifacts() works inside the train_loop_per_worker of a Ray Train trainer. In a function "
+    "for Ray Tune, use with_artifacts."
+)
+
 LOCAL_STORAGE = "~/ray_results"
 """Where Ray puts runs without a `storage_path`; used in local mode, where Ray has no storage."""
 
@@ -165,8 +170,8 @@ class WorkerArtifacts:
         mode = getattr(options.get("checkpoint_upload_mode"), "name", "SYNC")
         if mode == "ASYNC" and checkpoint is not None:
             raise ConfigurationError(
-                "artifacts.report() cannot upload a checkpoint with checkpoint_upload_mode=ASYNC: artifacts would not be "
-                "as of the checkpoint. Use the default mode."
+                "artifacts.report() cannot upload a checkpoint with checkpoint_upload_mode=ASYNC: the artifacts would "
+                "not be as of the checkpoint. Use the default mode."
             )
         name = self._checkpoint_name(checkpoint, options, mode)
         if name is None:
@@ -175,7 +180,7 @@ class WorkerArtifacts:
         self._check_name(name)
         self._part.part_store.open_checkpoint(name)
         persisted = self._commit(name, checkpoint, options, mode)
-        self._report_to_ray(dict(metrics), checkpoint, persisted, name, options, mode)
+        self._report_to_ray(dict(metrics), checkpoint, persisted, name, options=options, mode=mode)
 
     def sync(self) -> None:
         """Brings storage up to date now, between checkpoints. With `merged`, all ranks call it.
@@ -199,7 +204,8 @@ class WorkerArtifacts:
                 return None
             if mode == "NO_UPLOAD":
                 return str(checkpoint.path).rstrip("/").rpartition("/")[2]
-            return options.get("checkpoint_dir_name") or self._place.next_checkpoint_name()
+            own_name = options.get("checkpoint_dir_name") if self._place.names_checkpoints else None
+            return own_name or self._place.next_checkpoint_name()
 
         proposed = [name for name in self._together.all("report", propose) if name is not None]
         return proposed[0] if proposed else None
@@ -207,8 +213,8 @@ class WorkerArtifacts:
     def _check_name(self, name: str) -> None:
         if "/" in name or name in ("artifacts", layout.STATE_DIR) or os.path.lexists(self.path / name):
             raise ConfigurationError(
-                f"{name!r} cannot be the name of a checkpoint: it has a slash, is one of this library's, or there is an "
-                "artifact of this name."
+                f"{name!r} cannot be the name of a checkpoint: it has a slash, is one of this library's, or there is "
+                "an artifact of this name."
             )
 
     def _commit(self, name: str, checkpoint: Any, options: Mapping[str, Any], mode: str) -> Any:
@@ -240,6 +246,7 @@ class WorkerArtifacts:
         checkpoint: Any,
         persisted: Any,
         name: str,
+        *,
         options: dict[str, Any],
         mode: str,
     ) -> None:
@@ -376,16 +383,15 @@ def _find_place(local_storage_path: str | os.PathLike[str] | None) -> _Place:
         context = ray.train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
     except Exception as error:
-        raise ConfigurationError(
-            "ray_artifact_sync.train.artifacts() works inside the train_loop_per_worker of a Ray Train trainer. In a "
-            f"function for Ray Tune, use with_artifacts. (Ray says: {error})"
-        ) from error
+        raise ConfigurationError(f"{_NOT_HERE} (Ray says: {error})") from error
     if rank is None or world_size is None:
         raise ConfigurationError("This is a Ray Tune trial and no worker of Ray Train: use with_artifacts.")
     try:
         storage = context.get_storage()
     except NotImplementedError:
         return _local_place(context, rank, world_size, local_storage_path)
+    if storage is None:  # Train V1 outside of a session
+        raise ConfigurationError(_NOT_HERE)
     if getattr(storage, "trial_dir_name", None):  # Train V1
         return _Place(
             rank,

@@ -44,3 +44,31 @@ def test_quickstart_on_a_local_directory(tmp_path):
 @pytest.mark.s3
 def test_quickstart_on_s3(s3_uri):
     check(run_quickstart(s3_uri("quickstart/runs")))
+
+
+def run_example(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(QUICKSTART.with_name(name)), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_sharded(tmp_path):
+    output = run_example("sharded.py", "--target", str(tmp_path / "model"))
+    for rank in range(4):
+        assert f"shard_{rank}.bin (1000 bytes)" in output
+    assert "'shard_3': 1003" in output
+    assert "'config.json' has different bytes from ranks 0, 1, 2 and 3" in output
+
+
+def test_train_v2(tmp_path):
+    output = run_example("train_v2.py", "--storage-path", str(tmp_path / "runs"))
+    _, *logs = output.split("--- ")
+    assert len(logs) == 2
+    for log in logs:
+        assert log.splitlines()[1:] == [*(f"step {n}" for n in range(1, 9)), "the end"]

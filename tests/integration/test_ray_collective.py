@@ -27,9 +27,9 @@ def test_tasks_upload_one_set(ray_cluster, tmp_path):
             assert collective.allgather(rank) == [0, 1, 2, 3]
             assert collective.broadcast({"from": rank}, root=2) == {"from": 2}
             collective.barrier()
-            with ShardedUpload(target, collective).store_path() as path:
-                with open(os.path.join(path, f"shard_{rank}"), "w") as file:
-                    file.write(str(rank))
+            sharded = ShardedUpload(target, collective)
+            with sharded.store_path() as path, open(os.path.join(path, f"shard_{rank}"), "w") as file:
+                file.write(str(rank))
 
     for _ in range(2):  # the name is free again
         ray.get([remote(work).remote(rank, str(tmp_path / "target")) for rank in range(4)], timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -112,10 +113,8 @@ def run_ranks(
     try:
         for outcome, answer, process in zip(outcomes, answers, processes, strict=True):
             if answer.poll(max(0.0, timeout - (time.monotonic() - started))):
-                try:
+                with contextlib.suppress(EOFError):
                     outcome.value, outcome.error = pickle.loads(answer.recv_bytes())
-                except EOFError:
-                    pass
             outcome.seconds = time.monotonic() - started
             process.join(max(0.1, timeout - (time.monotonic() - started)))
             assert process.exitcode is not None, f"a rank still runs after {timeout} s"
@@ -148,7 +147,5 @@ def _answer(pipes: list[Connection], waiting: dict[int, bytes], answer) -> None:
     data = pickle.dumps(answer)
     for rank in list(waiting):
         del waiting[rank]
-        try:
+        with contextlib.suppress(OSError):
             pipes[rank].send_bytes(data)
-        except OSError:
-            pass

@@ -111,3 +111,17 @@ def test_an_error_crosses_a_process():
     error = ours.recv()
     child.join(30)
     assert isinstance(error.failures["p"], PermissionError)
+
+
+def test_survives_what_ray_makes_of_it():
+    """Ray raises a class that it derives from ours at run time; Train V1 copies the instance."""
+    import copy
+
+    exceptions = pytest.importorskip("ray.exceptions")
+    cause = errors.WorkerDiedError("rank 1 is gone", ranks=(1,))
+    dual = exceptions.RayTaskError("f", "traceback", cause).as_instanceof_cause()
+    assert isinstance(dual, errors.WorkerDiedError)
+    copied = copy.copy(dual)
+    assert type(copied) is type(dual)
+    assert copied.cause is cause
+    assert copied.ranks == (1,)
