@@ -179,9 +179,10 @@ class _Planner:
             self.unchanged.append(entry if same and entry else FileEntry(path, 0, "", is_dir=True))
             return
         if state is not None and file.digest is not None and state.holds(file.size, file.digest):
-            # Not in the head where an earlier sync sent it and could not commit: nothing to send again.
-            seen = FileEntry(path, file.size, file.digest, file.mtime_ns)
-            self.unchanged.append(entry if entry is not None and entry.same_content(seen) else seen)
+            if entry is None or entry.is_dir or (entry.size, entry.digest) != (file.size, file.digest):
+                # Not in the head where an earlier sync sent it and could not commit: nothing to send again.
+                entry = FileEntry(path, file.size, file.digest, file.mtime_ns)
+            self.unchanged.append(entry)
             return
         transfer = self.transfer(path, file, entry, state)
         self.transfers.append(transfer)

@@ -153,6 +153,17 @@ class HashCache:
 
     def __init__(self) -> None:
         self._known: dict[str, HashedFile] = {}
+        self._files: dict[str, LocalFile] = {}
+
+    def local_file(self, path: str, seen: FileStat) -> LocalFile:
+        """The file in the planner's terms; the same object as long as it stays the same file."""
+        digest = self.get(path, seen)
+        if digest is None:
+            return LocalFile(path, seen.size, seen.mtime_ns)
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = LocalFile(path, seen.size, seen.mtime_ns, digest)
+        return file
 
     def get(self, path: str, seen: FileStat) -> str | None:
         """The digest of the file at `path` if `seen` proves that it is the version hashed before."""
@@ -162,18 +173,18 @@ class HashCache:
     def remember(self, path: str, hashed: HashedFile) -> None:
         """Records what was learned while the file was read."""
         self._known[path] = hashed
+        self._files.pop(path, None)
 
     def forget_except(self, paths: Collection[str]) -> None:
         """Drops what is known of files that are gone."""
         for path in [path for path in self._known if path not in paths]:
             del self._known[path]
+            self._files.pop(path, None)
 
 
 def as_local_files(scan: Scan, cache: HashCache) -> dict[str, LocalFile]:
     """The scan in the planner's terms, with the digests that the cache can vouch for."""
-    files = {
-        path: LocalFile(path, seen.size, seen.mtime_ns, cache.get(path, seen)) for path, seen in scan.files.items()
-    }
+    files = {path: cache.local_file(path, seen) for path, seen in scan.files.items()}
     for path in scan.empty_dirs:
         files[path] = LocalFile(path, 0, 0, "", is_dir=True)
     return files

@@ -525,6 +525,12 @@ class ShardedTrial(TrialArtifacts):
 
     # --- helpers ----------------------------------------------------------------------------------------
 
+    def _note_failure(self, error: BaseException) -> None:
+        if self.options.on_error == "raise":
+            self.stats.failed_syncs += 1  # the caller hears of it
+        else:
+            super()._note_failure(error)
+
     def _check_writer(self) -> None:
         if self._own_dir:
             self._working_dir.check()

@@ -159,7 +159,7 @@ class ShardedUpload:
             SyncTimeoutError: `sync_timeout` passed.
             StorageError: Storage refused the bookkeeping.
         """
-        trial = SetDir(self.store, "")
+        trial = SetDir(self.store, self.store.description)
         token = agree_on_token(self._together, trial)
         sharded = ShardedTrial(
             None if local_dir is None else os.path.abspath(os.fspath(local_dir)),
@@ -277,7 +277,7 @@ class ShardedUpload:
             ArtifactNotFoundError: Nothing was ever committed.
             ManifestError: The manifest is damaged.
         """
-        stack = self._request(SetDir(self.store, "").head, "Reading the manifest")
+        stack = self._request(SetDir(self.store, self.store.description).head, "Reading the manifest")
         if stack is None:
             raise ArtifactNotFoundError(f"No set of files was ever committed to {self.store.description}.")
         return stack.manifest
@@ -345,7 +345,7 @@ class ShardedUpload:
             taken = name in wanted or (is_dir and manifest.get(name) is None)
             return None if taken else Skip(name, "not selected", "excluded")
 
-        trial = SetDir(self.store, "")
+        trial = SetDir(self.store, self.store.description)
         objects = self._request(trial.objects, "Listing preserved versions")
         RestorePass(
             trial=trial,

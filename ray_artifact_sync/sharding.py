@@ -58,11 +58,15 @@ class Merge:
         owners: Path of a file or empty directory to the rank that brings it; the lowest one where ranks share it.
         collisions: Path to the ranks (ascending) that bring a file there from different directories.
         clashes: Path to the ranks that bring a file there and those that bring a directory there.
+        directories: Directories that hold something of any rank.
+        empty_dirs: Empty directory to the lowest rank that brings it.
     """
 
     owners: Mapping[str, int]
     collisions: Mapping[str, tuple[int, ...]]
     clashes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    directories: frozenset[str] = frozenset()
+    empty_dirs: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +134,10 @@ def merge_listings(listings: Sequence[Listing | None], sources: Sequence[Source 
             empty.setdefault(path, rank)
     clashing = owners.keys() & (directories | empty.keys())
     clashes = {path: _who_brings(path, listings) for path in sorted(clashing)}
-    owners.update((path, rank) for path, rank in empty.items() if path not in directories and path not in owners)
-    return Merge(owners, {path: tuple(ranks) for path, ranks in sorted(collisions.items())}, clashes)
+    empty = {path: rank for path, rank in empty.items() if path not in directories}
+    owners.update((path, rank) for path, rank in empty.items() if path not in owners)
+    collided = {path: tuple(ranks) for path, ranks in sorted(collisions.items())}
+    return Merge(owners, collided, clashes, frozenset(directories), empty)
 
 
 def digests_to_exchange(
@@ -176,20 +182,25 @@ def assign(
         contents: By rank: path to size and digest, for what `digests_to_exchange` asked for; None for a file that is
             gone meanwhile.
         base: What all ranks were given at the start; None for nothing.
-        on_conflict: `"error"`; `"lowest_rank"`: its file (or directory) is taken; `"rank_suffix"`: each rank's file is
-            taken, as `<path>.rank_<rank>`.
+        on_conflict: `"error"`; `"lowest_rank"`: what a rank brings is taken unless it contradicts what a lower one
+            brings; `"rank_suffix"`: each rank's file is taken, as `<path>.rank_<rank>`.
 
     Raises:
         ArtifactConflictError: Ranks bring different files, or a file and a directory, under one path, with
             `on_conflict="error"`; or there is a file already under a name with a suffix. The attribute `conflicts`
             maps the paths to the ranks.
     """
-    decision = _Decision({path: (rank, path) for path, rank in merge.owners.items()}, {}, {})
+    decision = _Decision(merge, {path: (rank, path) for path, rank in merge.owners.items()}, {}, {})
     for path, ranks in merge.collisions.items():
-        if path not in merge.clashes:
+        if path not in merge.clashes or on_conflict == "lowest_rank":
             decision.same_path(path, _claims(path, ranks, listings, contents, base), on_conflict)
     for path, (file_ranks, dir_ranks) in merge.clashes.items():
-        decision.clash(path, file_ranks, dir_ranks, on_conflict)
+        if on_conflict == "error":
+            decision.conflicts[path] = tuple(sorted({*file_ranks, *dir_ranks}))
+        elif on_conflict == "rank_suffix":
+            decision.with_suffix(path, file_ranks)
+    if merge.clashes and on_conflict == "lowest_rank":
+        decision.lowest_ranks_first()
     if decision.conflicts:
         raise _conflict(decision.conflicts, merge)
     return Assignment(decision.uploads, decision.agreed)
@@ -239,6 +250,7 @@ class _Claim:
 
 @dataclass(slots=True)
 class _Decision:
+    merge: Merge
     uploads: dict[str, tuple[int, str]]
     agreed: dict[str, str]
     conflicts: dict[str, tuple[int, ...]]
@@ -258,26 +270,31 @@ class _Decision:
         else:
             self.conflicts[path] = tuple(claim.rank for claim in claims)
 
-    def clash(self, path: str, file_ranks: tuple[int, ...], dir_ranks: tuple[int, ...], how: OnConflict) -> None:
-        if how == "error":
-            self.conflicts[path] = tuple(sorted({*file_ranks, *dir_ranks}))
-        elif how == "rank_suffix":
-            self.with_suffix(path, file_ranks)
-        elif min(file_ranks) <= min(dir_ranks):
-            self.uploads[path] = min(file_ranks), path
-            below = f"{path}/"
-            for other in [other for other in self.uploads if other.startswith(below)]:
-                del self.uploads[other]
-        else:
-            del self.uploads[path]
+    def lowest_ranks_first(self) -> None:
+        """Takes what every rank brings, in the order of ranks, unless it contradicts what was taken before."""
+        empty = self.merge.empty_dirs
+        offers = [(rank, path, False) for path, (rank, _) in self.uploads.items() if empty.get(path) != rank]
+        offers += [(rank, path, True) for path, rank in empty.items()]
+        files: set[str] = set()
+        directories: set[str] = set()
+        taken: dict[str, tuple[int, str]] = {}
+        for rank, path, is_dir in sorted(offers):
+            above: set[str] = set()
+            _add_parents(path, above)
+            if path in files or path in directories or not files.isdisjoint(above):
+                continue
+            taken[path] = rank, path
+            directories |= above
+            (directories if is_dir else files).add(path)
+        self.uploads = taken
 
     def with_suffix(self, path: str, ranks: Iterable[int]) -> None:
         """Nothing is left under the plain name: no rank's file pretends to be that of all."""
         del self.uploads[path]
         for rank in ranks:
             name = f"{path}.rank_{rank}"
-            if name in self.uploads:
-                self.conflicts[name] = tuple(sorted({rank, self.uploads[name][0]}))
+            if name in self.uploads or name in self.merge.directories:
+                self.conflicts[name] = tuple(sorted({rank, self.uploads.get(name, (rank,))[0]}))
             self.uploads[name] = rank, path
 
 

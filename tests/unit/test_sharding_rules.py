@@ -93,7 +93,7 @@ def test_metadata_of_the_lowest_rank():
 
 
 paths = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
-trees = st.dictionaries(paths, st.sampled_from(["", "x", "y", "zz"]), max_size=6).map(
+trees = st.dictionaries(paths, st.sampled_from(["", "x", "y", "zz", None]), max_size=6).map(
     lambda tree: {path: content for path, content in tree.items() if not any(o.startswith(path + "/") for o in tree)}
 )
 
@@ -121,11 +121,23 @@ def test_any_trees(ranks, shuffler: random.Random):
         for path, content in tree.items():
             claims.setdefault(path, set()).add(content)
     directories = {"/".join(path.split("/")[:n]) for path in claims for n in range(1, len(path.split("/")))}
-    conflicts = {path for path, contents in claims.items() if len(contents) > 1 or path in directories}
+    conflicts = {
+        path for path, contents in claims.items() if len(contents) > 1 or (path in directories and contents != {None})
+    }
     if conflicts:
         assert found == conflicts
     else:
-        assert found == {path: (min(n for n, tree in enumerate(ranks) if path in tree), path) for path in claims}
-    suffixed = decide(ranks, on_conflict="lowest_rank")[0]
-    files = set(suffixed)
-    assert not any(other.startswith(f"{path}/") for path in files for other in files)
+        assert found == {
+            path: (min(n for n, tree in enumerate(ranks) if path in tree), path)
+            for path in claims
+            if path not in directories
+        }
+    lowest = decide(ranks, on_conflict="lowest_rank")[0]
+    assert {path for path, content in ranks[0].items() if content is not None} <= {
+        path for path, (rank, _) in lowest.items() if rank == 0
+    }
+    for how in ("lowest_rank", "rank_suffix"):
+        files = {
+            path for path, (rank, local) in decide(ranks, on_conflict=how)[0].items() if ranks[rank][local] is not None
+        }
+        assert not any(other.startswith(f"{path}/") for path in files for other in files)
