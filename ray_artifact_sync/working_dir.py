@@ -270,7 +270,7 @@ def _lock_within(fd: int, wait_seconds: float | None) -> bool:
     while True:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # noqa: PERF203  (there is no other way to ask)
+        except OSError:
             if give_up is not None and time.monotonic() >= give_up:
                 return False
             time.sleep(_POLL_SECONDS)

@@ -110,7 +110,7 @@ class S3Server:
     def start(self) -> S3Server:
         port = free_port()
         self.endpoint = f"http://127.0.0.1:{port}"
-        log = open(os.path.join(self.directory, "server.log"), "wb")  # noqa: SIM115
+        log = open(os.path.join(self.directory, "server.log"), "wb")
         self.process = subprocess.Popen(
             self.command(port),
             stdout=log,

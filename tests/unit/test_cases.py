@@ -229,7 +229,7 @@ def after_scan(monkeypatch):
 
 @posix_and_s3
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
-def test_deleted_between_listing_and_reading(place, work, begin, after_scan, caplog, known):  # noqa: PLR0917
+def test_deleted_between_listing_and_reading(place, work, begin, after_scan, caplog, known):
     store = place()
     session = begin(work, store, 1)
     write(work, *(["gone"] if known else []), "before")
@@ -258,7 +258,7 @@ def test_a_directory_deleted_between_listing_and_reading(place, work, begin, aft
 
 @posix_and_s3
 @pytest.mark.parametrize("locked", ["locked", "locked/deep", "work"])
-def test_a_directory_that_cannot_be_read_now_is_not_taken_for_deleted(  # noqa: PLR0917
+def test_a_directory_that_cannot_be_read_now_is_not_taken_for_deleted(
     place, work, begin, monkeypatch, tmp_path, caplog, locked
 ):
     """A stale NFS handle at the wrong moment must not cost a checkpoint its artifacts."""

@@ -14,9 +14,7 @@ from ray_artifact_sync.patterns import FnmatchExclude, PatternSet, Selection
 
 NAMES = st.sampled_from(["a", "b", "ab", "logs", "x.txt", "y.txt", "a b", "[1]", "A"])
 PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join)
-SEGMENTS = st.sampled_from(
-    ["a", "b", "ab", "logs", "x.txt", "*.txt", "*", "?", "a*", "[ab]", "l*s", r"\[1\]", "A"]
-)
+SEGMENTS = st.sampled_from(["a", "b", "ab", "logs", "x.txt", "*.txt", "*", "?", "a*", "[ab]", "l*s", r"\[1\]", "A"])
 
 
 @st.composite
@@ -117,9 +115,7 @@ def test_a_negation_works_below_a_matched_directory_unlike_git(git):
     assert keep.matches("logs/other.txt") == "logs/"
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(patterns=POSITIVE, paths=st.lists(PATHS, min_size=1, max_size=12, unique=True))
 def test_without_negation_the_outcome_is_gits(git, patterns, paths):
     ours = PatternSet.of(*patterns)
@@ -128,9 +124,7 @@ def test_without_negation_the_outcome_is_gits(git, patterns, paths):
         assert (ours.matches(path) is not None) is theirs[path][1], (patterns, path)
 
 
-@settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(patterns=PATTERNS, paths=st.lists(PATHS, min_size=1, max_size=12, unique=True))
 def test_with_negations_we_differ_from_git_only_below_a_matched_directory(git, patterns, paths):
     ours = PatternSet.of(*patterns)
@@ -290,9 +284,7 @@ def test_fnmatch_lists_leave_out_the_files_that_ray_leaves_out(tmp_path, exclude
             assert file not in uploaded
 
 
-FNMATCHES = st.lists(
-    st.text(st.sampled_from("ab/*?[]!."), min_size=1, max_size=6), min_size=1, max_size=4
-)
+FNMATCHES = st.lists(st.text(st.sampled_from("ab/*?[]!."), min_size=1, max_size=6), min_size=1, max_size=4)
 
 
 @given(patterns=FNMATCHES, path=PATHS, below=PATHS, is_dir=st.booleans())

@@ -68,7 +68,7 @@ refusals = pytest.mark.parametrize(
 
 @pytest.mark.s3
 @refusals
-def test_a_refused_artifact_is_an_error(proxy, session, work, place, kind, size):  # noqa: PLR0917
+def test_a_refused_artifact_is_an_error(proxy, session, work, place, kind, size):
     write(work, "fine.txt", b"fine")
     session.sync()
     write(work, "refused.bin", os.urandom(size))
@@ -89,7 +89,7 @@ def test_a_refused_artifact_is_an_error(proxy, session, work, place, kind, size)
 
 @pytest.mark.s3
 @refusals
-def test_a_refused_checkpoint_file_raises_and_leaves_no_snapshot(proxy, session, work, place, tmp_path, kind, size):  # noqa: PLR0917
+def test_a_refused_checkpoint_file_raises_and_leaves_no_snapshot(proxy, session, work, place, tmp_path, kind, size):
     write(work, "log.txt", b"1\n")
     source = tmp_path / "source"
     write(source, "shard.bin", os.urandom(size))

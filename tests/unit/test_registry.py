@@ -382,9 +382,7 @@ def test_declarations_that_cannot_work():
 
 
 def test_declare_from_many_threads():
-    threads = [
-        threading.Thread(target=ArtifactRegistry.declare, args=(Theirs, f"f{i}")) for i in range(32)
-    ]
+    threads = [threading.Thread(target=ArtifactRegistry.declare, args=(Theirs, f"f{i}")) for i in range(32)]
     for thread in threads:
         thread.start()
     for thread in threads:
