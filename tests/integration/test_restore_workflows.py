@@ -176,7 +176,7 @@ def test_deleted_checkpoints_take_their_snapshots_along(ray_cluster, place, tmp_
     assert kept <= referenced
 
 
-def pbt(place: Place, tmp_path: Path, config: dict, **options):
+def pbt(place: Place, tmp_path: Path, config: dict, *, syncer=None, **options):
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
         metric="score",
@@ -192,6 +192,7 @@ def pbt(place: Place, tmp_path: Path, config: dict, **options):
         place,
         tmp_path,
         {"score": tune.grid_search([0, 100]), "lr": 0.1, **config},
+        syncer=syncer,
         checkpoint={},
         tune_config=tune.TuneConfig(scheduler=scheduler, **options),
     ).fit()
@@ -220,6 +221,40 @@ def test_crash_right_after_an_exploit_returns_to_that_moment(ray_cluster, place,
         lines = own_lines(place, result)
         assert {line[0] for line in lines} == {result.metrics["trial_id"]}
         assert len(lines) == len({tuple(line) for line in lines}), "a step twice"
+
+
+def test_adopting_the_donors_artifacts(ray_cluster, place, tmp_path):
+    """With `adopt_foreign_artifacts=True` the exploited trial goes on with the donor's log."""
+    results = pbt(place, tmp_path, {}, syncer=ArtifactSyncer(adopt_foreign_artifacts=True))
+    logs = {result.metrics["trial_id"]: own_lines(place, result) for result in results}
+    adopted = {
+        trial: {line[0] for line in lines} for trial, lines in logs.items() if len({line[0] for line in lines}) > 1
+    }
+    assert adopted, "no trial was exploited; the test shows nothing"
+    for trial, authors in adopted.items():
+        assert authors == set(logs), "lines of the donor, then its own"
+        assert logs[trial][0][0] != trial
+        assert logs[trial][-1][0] == trial
+        assert len(logs[trial]) == len({tuple(line) for line in logs[trial]}), "a step twice"
+
+
+def test_ctrl_c_on_the_driver(tmp_path):
+    """What was synced before Ctrl-C is there; the restored experiment ends exactly."""
+    place = local_place(tmp_path)
+    spec = {"storage_path": place.storage_path, "trainable": "Logging", "config": {"wait_at": 6}}
+    driver = start_driver(tmp_path, spec)
+    wait_for(tmp_path / "markers/waiting", driver)
+    worker = int((tmp_path / "markers/waiting").read_text())
+    driver.send_signal(signal.SIGINT)
+    driver.communicate(timeout=100)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+    (directory,) = Path(place.storage_path).glob("exp/Logging_*")
+    assert (directory / "log.txt").read_text().split() == LINES[:6]
+    (tmp_path / "markers/go_on").touch()
+    result = run_driver(tmp_path, {**spec, "restore": f"{place.storage_path}/exp"})
+    assert not result["error"]
+    check_exact(Path(result["path"]))
 
 
 def test_storage_filesystem_that_cannot_be_pickled_is_told_at_once(ray_cluster, tmp_path):
