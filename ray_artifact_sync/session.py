@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TypeVar
 
 from blake3 import blake3
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.concurrency import Deadline, Operation, OperationThread, run_all
-from ray_artifact_sync.entries import FileEntry, Manifest, Skip
+from ray_artifact_sync.entries import Manifest
 from ray_artifact_sync.errors import (
     ArtifactConflictError,
     ArtifactSyncError,
@@ -27,39 +27,21 @@ from ray_artifact_sync.errors import (
     SyncTimeoutError,
     UnknownFormatError,
 )
+from ray_artifact_sync.known_storage import KnownStorage, state_from_listing
 from ray_artifact_sync.manifest import ManifestStack
 from ray_artifact_sync.options import SyncOptions
-from ray_artifact_sync.plan import PathState
 from ray_artifact_sync.scan import HashCache
+from ray_artifact_sync.session_log import SessionLog, SyncStats
 from ray_artifact_sync.stores.base import ArtifactStore
 from ray_artifact_sync.sync_down import RestorePass, RestoreReport
-from ray_artifact_sync.sync_up import Mirror, SyncPass, SyncReport
+from ray_artifact_sync.sync_up import SyncPass, SyncReport
 from ray_artifact_sync.transfer import TransferEngine, call_with_retries
-from ray_artifact_sync.trial_dir import Inventory, TrialDir, TrialWriter
+from ray_artifact_sync.trial_dir import TrialDir, TrialWriter
 from ray_artifact_sync.working_dir import WorkingDir
 
 logger = logging.getLogger(__name__)
 
-SLOW_SYNC_SECONDS = 30.0
-
 Result = TypeVar("Result")
-
-
-@dataclass(slots=True)
-class SyncStats:
-    """Totals of a session.
-
-    Attributes:
-        bytes_sent: Content bytes sent.
-        files_sent: Files sent.
-        seconds: Time spent in syncs.
-        failed_syncs: Syncs that did not bring everything to storage.
-    """
-
-    bytes_sent: int = 0
-    files_sent: int = 0
-    seconds: float = 0.0
-    failed_syncs: int = 0
 
 
 class TrialArtifacts:
@@ -108,12 +90,11 @@ class TrialArtifacts:
         self._ticker: threading.Thread | None = None
         self._stop_ticking = threading.Event()
         self._cache = HashCache()
-        self._known = _Storage()
+        self._known = KnownStorage()
         self._patience = self.options.predecessor_wait
         self._half_restored = False
         self._begun = self._closed = self._opened = False
-        self._said: set[tuple[str, str]] = set()
-        self._last_failure = ""
+        self._log = SessionLog(self.trial.name, store.description, history=self.options.history, stats=self.stats)
 
     # --- the life of an attempt -------------------------------------------------------------------
 
@@ -278,10 +259,10 @@ class TrialArtifacts:
             self._known = self._request(lambda: self._learn(deadline), deadline, "Listing the trial dir")
         self._opened = True
 
-    def _learn(self, deadline: Deadline) -> _Storage:
+    def _learn(self, deadline: Deadline) -> KnownStorage:
         inventory = self.trial.inventory()
         head = self._head()
-        known = _Storage(stack=head, inventory=inventory)
+        known = KnownStorage(stack=head, inventory=inventory)
         counted = [
             name
             for name in inventory.snapshots
@@ -305,11 +286,11 @@ class TrialArtifacts:
         for manifest in known.pinned(history=self.options.history):
             for path in manifest.entries:
                 if path in inventory.files and path not in known.mirror.states:
-                    known.mirror.states[path] = _state_from_listing(inventory, path, head.manifest.get(path), written)
+                    known.mirror.states[path] = state_from_listing(inventory, path, head.manifest.get(path), written)
         unlisted = [path for path in inventory.files if path not in known.mirror.states]
         known.mirror.unlisted = frozenset(path for path in unlisted if self.options.skip_rule(path, False) is None)
         for path in known.mirror.unlisted:
-            known.mirror.states[path] = _state_from_listing(inventory, path, None, written)
+            known.mirror.states[path] = state_from_listing(inventory, path, None, written)
         known.mirror.head = head.manifest
         referenced = known.referenced_digests()
         known.trusted = {digest for digest in inventory.objects if digest in referenced}
@@ -380,7 +361,7 @@ class TrialArtifacts:
                 self.stats.bytes_sent += sync_pass.bytes_sent
                 self.stats.files_sent += sync_pass.files_sent
                 self.stats.seconds += time.monotonic() - started
-            self._say_skips(report.skips)
+            self._log.skips(report.skips)
             self._commit(report.manifest, deadline)
             if len(known.mirror.preserved) > kept:
                 # Only the old head may have needed some of them. A trial that never checkpoints must not pile them up.
@@ -388,7 +369,7 @@ class TrialArtifacts:
         if report.failures:
             self._note_failure(self._incomplete(report))
         else:
-            self._note_success(report)
+            self._log.success(report)
         return report
 
     def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
@@ -508,7 +489,7 @@ class TrialArtifacts:
             return self._bring_back(own, deadline, exact=False, fresh=fresh)
         with self._exclusive(deadline), self._restoring():
             report = self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
-        self._say_lost(report)
+        self._log.lost(report)
         return report
 
     def _bring_back(self, stack: ManifestStack, deadline: Deadline, *, exact: bool, fresh: bool) -> RestoreReport:
@@ -517,7 +498,7 @@ class TrialArtifacts:
             report = self._restore_pass(self.trial, known.objects(self.token), deadline, fresh=fresh).run(
                 stack.manifest, exact=exact
             )
-        self._say_lost(report)
+        self._log.lost(report)
         try:
             # The head follows: a crash before the next sync must not leave the superseded one as the newest.
             self._check_writer()
@@ -636,147 +617,7 @@ class TrialArtifacts:
         )
 
     def _note_failure(self, error: BaseException) -> None:
-        """Counts a failed sync and logs its cause once, until it changes or a sync succeeds."""
-        self.stats.failed_syncs += 1
-        said = f"{type(error).__name__}: {error}"
-        level = logging.DEBUG if said == self._last_failure else logging.ERROR
-        self._last_failure = said
-        logger.log(
-            level,
-            "The artifacts of %s could not be synced (%d failed syncs so far); training goes on. %s",
-            self.trial.name,
-            self.stats.failed_syncs,
-            said,
-        )
-
-    def _note_success(self, report: SyncReport) -> None:
-        if self._last_failure:
-            self._last_failure = ""
-            logger.info("The artifacts of %s are in sync again.", self.trial.name)
-        if report.seconds > SLOW_SYNC_SECONDS:
-            largest = sorted(report.manifest, key=lambda entry: -entry.size)[:3]
-            logger.warning(
-                "Syncing the artifacts of %s took %.0f s (%d files, %.1f MB sent; the largest artifacts: %s). To make "
-                "it faster: exclude files (`ArtifactSyncer(exclude=...)`), write fewer or smaller ones, or raise "
-                "`sync_period`.",
-                self.trial.name,
-                report.seconds,
-                report.files_sent,
-                report.bytes_sent / 1e6,
-                ", ".join(f"{entry.path} {entry.size / 1e6:.1f} MB" for entry in largest),
-            )
-
-    def _say_lost(self, report: RestoreReport) -> None:
-        if report.lost:
-            logger.error(
-                "%d artifacts of %s are not what they were at the checkpoint: that content is nowhere in %s any more "
-                "(deleted or replaced by somebody%s). Their newest version was taken where there is one: %s",
-                len(report.lost),
-                self.trial.name,
-                self.store.description,
-                "" if self.options.history else ", or history=False",
-                ", ".join(report.lost[:10]),
-            )
-
-    def _say_skips(self, skips: tuple[Skip, ...]) -> None:
-        """One warning for each file and reason; what the user excluded is no news."""
-        for skip in skips:
-            if skip.kind == "excluded" or (skip.path, skip.kind) in self._said:
-                continue
-            self._said.add((skip.path, skip.kind))
-            if skip.kind == "owned":
-                logger.warning(
-                    "%s in the working dir of %s is not synced: %s. Write it under another name to keep it.",
-                    skip.path,
-                    self.trial.name,
-                    skip.reason,
-                )
-            else:
-                logger.warning("%s of %s is not synced: %s.", skip.path, self.trial.name, skip.reason)
+        self._log.failure(error)
 
     def __getstate__(self) -> None:
         raise TypeError("TrialArtifacts holds threads and locks of this process and cannot be pickled.")
-
-
-class _Storage:
-    """What the session knows of its trial dir."""
-
-    def __init__(
-        self,
-        *,
-        stack: ManifestStack | None = None,
-        inventory: Inventory | None = None,
-    ) -> None:
-        self.stack = stack or ManifestStack()
-        self.found = self.stack  # the head that this attempt found
-        self.aside_written = False
-        self.inventory = inventory or Inventory()
-        self.retained: dict[str, ManifestStack] = {}
-        self.snapshots = dict(self.inventory.snapshots)  # whether they count or not
-        self.uncertain: ManifestStack | None = None  # a head that may have been committed, or not
-        self.unregistered: frozenset[str] = frozenset()  # checkpoints whose snapshots were never pinned
-        self.in_flight: ManifestStack | None = None
-        self.exploits: dict[str, ManifestStack] = {}
-        self.mirror = Mirror()
-        self.trusted: set[str] = set()  # digests whose preserved copies were found at the start
-
-    def stacks(self) -> list[ManifestStack]:
-        """Every manifest that must stay readable, the head first."""
-        stacks = [self.stack, self.found, *self.retained.values(), *self.exploits.values()]
-        return [*stacks, *(stack for stack in (self.in_flight, self.uncertain) if stack is not None)]
-
-    def pinned(self, *, history: bool) -> list[Manifest]:
-        """The manifests of `stacks`, each once."""
-        if not history:
-            return []
-        unique = {id(stack.manifest.entries): stack.manifest for stack in self.stacks()}
-        return list(unique.values())
-
-    def referenced_digests(self) -> set[str]:
-        """Digests of every version that must stay readable."""
-        return {entry.digest for manifest in self.pinned(history=True) for entry in manifest}
-
-    def objects(self, token: str) -> dict[str, tuple[str, ...]]:
-        """Digest to the paths of its preserved copies: those found at the start and those made since."""
-        objects = dict(self.inventory.objects)
-        for digest in self.mirror.preserved - self.trusted:
-            place = layout.object_path(token, digest)
-            objects[digest] = (place, *(other for other in objects.get(digest, ()) if other != place))
-        return objects
-
-    def garbage(self, token: str, layers_written: Collection[str]) -> list[str]:
-        """Paths of this library, of tokens up to `token`, that nothing refers to any more."""
-        paths: list[str] = []
-        objects = self.objects(token)
-        if objects:
-            referenced = self.referenced_digests()
-            for digest, places in objects.items():
-                if digest not in referenced:
-                    paths.extend(place for place in places if place.split("/")[2] <= token)
-        layers = {ref.name for stack in self.stacks() for ref in stack.refs}
-        written = self.inventory.layers.union(layers_written)
-        paths.extend(f"{layout.LAYERS}/{name}" for name in written - layers if name.split("-")[0] <= token)
-        paths.extend(layout.aside_path(old) for old in self.inventory.asides if old < token)
-        paths.extend(f"{layout.EXPLOITS}/{key}.json" for key in self.inventory.exploits if key not in self.exploits)
-        # Nothing that they list was preserved: should such a checkpoint ever count, it must not seem to have artifacts.
-        paths.extend(path for name in self.unregistered - self.retained.keys() for path in self.snapshots.get(name, ()))
-        return paths
-
-    def forget(self, paths: list[str]) -> None:
-        """Takes deleted paths out of what is known."""
-        gone = set(paths)
-        self.inventory = self.inventory.without(gone)
-        digests = {path.rsplit("/", 1)[-1] for path in gone if path.startswith(f"{layout.OBJECTS}/")}
-        self.mirror.preserved -= digests
-        self.trusted -= digests
-        self.snapshots = {name: paths for name, paths in self.snapshots.items() if gone.isdisjoint(paths)}
-
-
-def _state_from_listing(
-    inventory: Inventory, path: str, entry: FileEntry | None, head_mtime_ns: int | None
-) -> PathState:
-    """What a path holds, as far as a listing can tell: what the head says, unless size or time speak against it."""
-    file = inventory.files[path]
-    newer = file.mtime_ns is not None and head_mtime_ns is not None and file.mtime_ns > head_mtime_ns
-    trusted = entry is not None and not entry.is_dir and entry.size == file.size and not newer
-    return PathState(file.size, entry.digest if trusted and entry else None, own=False, etag=file.etag)

@@ -255,13 +255,13 @@ class ShardedTrial(TrialArtifacts):
         kept = len(self._known.mirror.preserved)
         self._make_way(assignment, deadline)
         report = self._send(assignment, deadline)
-        self._say_skips(report.skips)
+        self._log.skips(report.skips)
         self._commit(report.manifest, deadline)
         if len(self._known.mirror.preserved) > kept:
             self._tidy(deadline, list_checkpoints=False)
         report = replace(report, seconds=time.monotonic() - started)
         self.stats.seconds += report.seconds
-        self._note_success(report)
+        self._log.success(report)
         return report
 
     def _agree(self, deadline: Deadline) -> Assignment:

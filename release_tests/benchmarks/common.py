@@ -228,9 +228,8 @@ def machine() -> dict[str, str]:
     import s3fs
 
     rclone = os.popen(f"{Path(sys.executable).with_name('rclone')} version 2>/dev/null").readline().strip()
-    cpu = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
+    about = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in about if line.startswith("model name")), "unknown")
     return {
         "cpu": f"{os.cpu_count()} x {cpu}",
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.0f} GiB",

@@ -34,7 +34,8 @@ def no_latency(directory: str, place: Place) -> Row:
     return Row(
         "2,000 files of 4 KiB to S3, no latency",
         ">= 4x Ray's, faster than rclone, <= 1.2x a bare obstore loop, <= 1.5x raw HTTP",
-        f"{ray:.1f}x Ray's, {rclone:.1f}x rclone's, {bare:.2f}x obstore's time, {http:.2f}x raw HTTP's ({times(seconds)})",
+        f"{ray:.1f}x Ray's, {rclone:.1f}x rclone's, {bare:.2f}x obstore's time, {http:.2f}x raw HTTP's "
+        f"({times(seconds)})",
         ray >= 4 and rclone > 1 and bare <= 1.2 and http <= 1.5,
         seconds,
     )

@@ -39,6 +39,8 @@ LAYERS = {
     "sync_down": IO,
     "checkpoint_upload": IO,
     "directory_sync": IO,
+    "known_storage": SESSION,
+    "session_log": SESSION,
     "session": SESSION,
     "sharding": PURE,
     "collectives": IO,

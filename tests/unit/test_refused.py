@@ -121,7 +121,7 @@ def test_throttled_twice_then_fine(proxy, session, work, place):
 
 @pytest.mark.s3
 def test_refused_for_good_is_counted_and_its_cause_said_once(proxy, session, work, place, caplog):
-    caplog.set_level(logging.DEBUG, logger="ray_artifact_sync.session")
+    caplog.set_level(logging.DEBUG, logger="ray_artifact_sync.session_log")
     proxy.fail("put_object", status=403)
     for number in range(4):
         write(work, "log.txt", b"line\n" * (number + 1))
