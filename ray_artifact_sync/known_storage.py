@@ -50,6 +50,17 @@ class KnownStorage:
         """Digests of every version that must stay readable."""
         return {entry.digest for manifest in self.pinned(history=True) for entry in manifest}
 
+    def displaced(self, manifest: Manifest) -> frozenset[str]:
+        """Paths that do not hold the version that a manifest lists (after a restore, until the next sync)."""
+        states = self.mirror.states
+        return frozenset(
+            path
+            for path, entry in manifest.entries.items()
+            if not entry.is_dir
+            and (state := states.get(path)) is not None
+            and not state.holds(entry.size, entry.digest)
+        )
+
     def objects(self, token: str) -> dict[str, tuple[str, ...]]:
         """Digest to the paths of its preserved copies: those found at the start and those made since."""
         objects = dict(self.inventory.objects)

@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -24,9 +25,10 @@ _CLOCK_TICK_NS = 50_000_000
 EMPTY_DIGEST = blake3(b"").hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class FileStat:
+class FileStat(NamedTuple):
     """What identifies a version of a local file without reading it.
+
+    A tuple: a scan makes one for each file, and the garbage collector does not have to look into it.
 
     `ctime_ns` and `inode` are part of it so that a file deleted and made again with the same name, size and mtime is
     seen as another one.

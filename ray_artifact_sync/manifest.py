@@ -82,6 +82,8 @@ class Document:
         checkpoint: Checkpoint dir name (snapshots).
         layers: Below `changes`, oldest first.
         changes: The document's own.
+        displaced: Paths whose listed version is not at the path itself but among the preserved ones (heads that a
+            restore committed). Readers need not care; the next writer puts the listed version back at its path.
     """
 
     kind: str
@@ -90,6 +92,7 @@ class Document:
     layers: tuple[LayerRef, ...] = ()
     trial: str = ""
     checkpoint: str = ""
+    displaced: frozenset[str] = frozenset()
 
 
 def encode(document: Document) -> bytes:
@@ -104,6 +107,8 @@ def encode(document: Document) -> bytes:
     body["entries"] = {path: _encode_entry(entry) for path, entry in sorted(document.changes.entries.items())}
     if document.changes.removed:
         body["removed"] = sorted(document.changes.removed)
+    if document.displaced:
+        body["displaced"] = sorted(document.displaced)
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
@@ -145,6 +150,7 @@ def decode(data: bytes, *, kind: str, where: str) -> Document:
         layers=check.layers(body.get("layers", [])),
         trial=check.text(body.get("trial", ""), "trial"),
         checkpoint=check.text(body.get("checkpoint", ""), "checkpoint"),
+        displaced=check.removed(body.get("displaced", [])),
     )
 
 
@@ -266,11 +272,13 @@ class ManifestStack:
         manifest: The whole listing.
         layers: Layers with their content, oldest first.
         inline: What lies on top of the layers.
+        displaced: See `Document`.
     """
 
     manifest: Manifest = field(default_factory=Manifest)
     layers: tuple[tuple[LayerRef, Changes], ...] = ()
     inline: Changes = field(default_factory=Changes)
+    displaced: frozenset[str] = frozenset()
 
     @property
     def refs(self) -> tuple[LayerRef, ...]:
@@ -279,7 +287,7 @@ class ManifestStack:
 
     def document(self, kind: str, *, token: str, trial: str = "", checkpoint: str = "") -> Document:
         """The head or a snapshot that stores this manifest."""
-        return Document(kind, token, self.inline, self.refs, trial, checkpoint)
+        return Document(kind, token, self.inline, self.refs, trial, checkpoint, self.displaced)
 
     def advance(self, manifest: Manifest, *, next_name: Callable[[], str]) -> tuple[ManifestStack, list[LayerFile]]:
         """Moves on to another manifest.
@@ -327,4 +335,4 @@ def assemble(document: Document, layers: Mapping[str, Changes]) -> ManifestStack
     document.changes.apply(entries)
     manifest = check_no_file_is_a_directory(Manifest(entries, document.token), f"The {document.kind}")
     stack = tuple((ref, layers[ref.name]) for ref in document.layers)
-    return ManifestStack(manifest, stack, document.changes)
+    return ManifestStack(manifest, stack, document.changes, document.displaced)

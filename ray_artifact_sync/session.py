@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 from blake3 import blake3
@@ -40,6 +40,11 @@ from ray_artifact_sync.trial_dir import TrialDir, TrialWriter
 from ray_artifact_sync.working_dir import WorkingDir
 
 logger = logging.getLogger(__name__)
+
+SPARE_FILES = 100
+SPARE_BYTES = 64 * 1024 * 1024
+"""Preserved copies that only a head needed which was replaced since wait for the next checkpoint, unless there are so
+many: a trial that never checkpoints must not pile them up, and not every sync must pay for a deletion."""
 
 Result = TypeVar("Result")
 
@@ -93,6 +98,7 @@ class TrialArtifacts:
         self._known = KnownStorage()
         self._patience = self.options.predecessor_wait
         self._half_restored = False
+        self._spare_files = self._spare_bytes = 0
         self._begun = self._closed = self._opened = False
         self._log = SessionLog(self.trial.name, store.description, history=self.options.history, stats=self.stats)
 
@@ -291,6 +297,8 @@ class TrialArtifacts:
         known.mirror.unlisted = frozenset(path for path in unlisted if self.options.skip_rule(path, False) is None)
         for path in known.mirror.unlisted:
             known.mirror.states[path] = state_from_listing(inventory, path, None, written)
+        for path in head.displaced & known.mirror.states.keys():
+            known.mirror.states[path] = replace(known.mirror.states[path], digest=None)
         known.mirror.head = head.manifest
         referenced = known.referenced_digests()
         known.trusted = {digest for digest in inventory.objects if digest in referenced}
@@ -363,8 +371,9 @@ class TrialArtifacts:
                 self.stats.seconds += time.monotonic() - started
             self._log.skips(report.skips)
             self._commit(report.manifest, deadline)
-            if len(known.mirror.preserved) > kept:
-                # Only the old head may have needed some of them. A trial that never checkpoints must not pile them up.
+            self._spare_files += len(known.mirror.preserved) - kept
+            self._spare_bytes += sync_pass.preserved_bytes
+            if self._spare_files >= SPARE_FILES or self._spare_bytes >= SPARE_BYTES:
                 self._tidy(deadline, list_checkpoints=False)
         if report.failures:
             self._note_failure(self._incomplete(report))
@@ -384,7 +393,7 @@ class TrialArtifacts:
         if not known.aside_written and len(known.found.manifest) and known.stack is known.found:
             self._writer.write_record(layout.aside_path(self.token), known.found)
             known.aside_written = True
-        stack = self._writer.advance(known.stack, manifest)
+        stack = replace(self._writer.advance(known.stack, manifest), displaced=known.displaced(manifest))
         known.uncertain = stack  # a commit that seems to fail may have landed all the same
         self._writer.commit_head(stack)
         known.stack, known.uncertain = stack, None
@@ -416,6 +425,7 @@ class TrialArtifacts:
         self._tidy(deadline, list_checkpoints=True)
 
     def _tidy(self, deadline: Deadline, *, list_checkpoints: bool) -> None:
+        self._spare_files = self._spare_bytes = 0
         try:
             self._request(lambda: self._collect_garbage(list_checkpoints=list_checkpoints), deadline, "Cleaning up")
         except ArtifactConflictError:

@@ -99,6 +99,7 @@ class SyncPass:
     failures: dict[str, BaseException] = field(default_factory=dict)
     bytes_sent: int = 0
     files_sent: int = 0
+    preserved_bytes: int = 0
 
     def run(self) -> SyncReport:
         """Brings storage up to the local state; commits nothing.
@@ -226,6 +227,11 @@ class SyncPass:
             if path not in result.states and path not in before:
                 states.pop(path, None)
         self.mirror.preserved |= result.preserved
+        self.preserved_bytes += sum(
+            max(before[op.path].size, 0)
+            for op in plan.preserves
+            if op.path in before and not result.preserved.isdisjoint(op.digests)
+        )
         for path, hashed in result.hashed.items():
             self.cache.remember(path, hashed)
         self.entries.update(result.entries)
