@@ -68,7 +68,6 @@ def run() -> list[Row]:
                 {
                     "ours": clients.ours(small, place),
                     "bare obstore": clients.bare_obstore(small, place),
-                    "s3fs": clients.fsspec_s3(small, place),
                     "Ray": clients.rays(small, place),
                 },
                 place,

@@ -55,7 +55,7 @@ def with_latency(directory: str, place: Place) -> Row:
         "s3fs": clients.fsspec_s3(directory, place),
         "Ray": clients.rays(directory, place),
     }
-    seconds = rounds(contestants, min(ROUNDS, 5), tidy=place.remove)
+    seconds = rounds(contestants, min(ROUNDS, 5), tidy=place.remove, warm_up=False)
     ray = ratio(seconds, "Ray", "ours")
     total, files = sum(requests.values()), len(os.listdir(directory))
     return Row(
@@ -76,7 +76,7 @@ def medium(directory: str, place: Place, target: float) -> Row:
         "pyarrow": clients.arrow(directory, place),
         "Ray": clients.rays(directory, place),
     }
-    seconds = rounds(contestants, ROUNDS if not place.latency else min(ROUNDS, 5), tidy=place.remove)
+    seconds = rounds(contestants, ROUNDS, tidy=place.remove, warm_up=not place.latency)
     ray = ratio(seconds, "Ray", "ours")
     latency = f"at {place.latency * 1000:.0f} ms" if place.latency else "no latency"
     return Row(

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from ray_artifact_sync import layout
+from ray_artifact_sync import layout, trial_dir
 from ray_artifact_sync.stores import open_store
 from ray_artifact_sync.stores.posix import PosixStore
 from tests.support.s3_servers import BUCKET, filesystem_at
@@ -47,7 +47,7 @@ def counted_call(proxy, call):
     return result, Counter(proxy.counts)
 
 
-def test_cost_follows_the_change(counted, tmp_path):
+def test_cost_follows_the_change(counted, tmp_path, monkeypatch):
     proxy, new_store = counted
     root = tmp_path / "work"
     write_files(root)
@@ -59,13 +59,15 @@ def test_cost_follows_the_change(counted, tmp_path):
     assert FILES <= counts["put_object"] <= FILES + 40
     time.sleep(0.1)  # from now on times prove that a file was not written
 
+    monkeypatch.setattr(trial_dir, "LEASE_SECONDS", 1000.0)  # whatever else this machine does meanwhile
     again, counts = counted_call(proxy, session.sync)
     assert (again.files_sent, again.bytes_sent) == (0, 0)
     assert not counts, counts  # nothing at all is sent within the writer's lease
 
-    time.sleep(2.1)
+    monkeypatch.setattr(trial_dir, "LEASE_SECONDS", -1.0)
     _, counts = counted_call(proxy, session.sync)
     assert counts == {"get_object": 1}, counts  # "am I still the writer?"
+    monkeypatch.setattr(trial_dir, "LEASE_SECONDS", 1000.0)
 
     _, counts = counted_call(proxy, lambda: save(session, "checkpoint_000000"))
     # The checkpoint's own file and the snapshot; which checkpoints exist (one page of the trial dir's top level).
