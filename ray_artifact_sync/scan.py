@@ -39,7 +39,9 @@ def take_all(_path: str, _is_dir: bool) -> Skip | None:
     return None
 
 
-def scan_tree(root: str, rule: SkipRule = take_all, *, skip_checkpoints: bool = False) -> Scan:
+def scan_tree(
+    root: str, rule: SkipRule = take_all, *, skip_checkpoints: bool = False, cache: HashCache | None = None
+) -> Scan:
     """Lists the artifacts below a directory; a missing directory is an empty one.
 
     Symlinks to regular files inside the root count as the files they show; those that leave the root, dangle or lead
@@ -49,8 +51,10 @@ def scan_tree(root: str, rule: SkipRule = take_all, *, skip_checkpoints: bool = 
         root: Local directory.
         rule: Leaves out what an owner declares or what is excluded.
         skip_checkpoints: Leave out `checkpoint_NNNNNN` directories at the top.
+        cache: Gives the stat of a file that has not changed, so that a scan of many files makes no new objects (and no
+            work for the garbage collector).
     """
-    walk = _Walk(os.path.realpath(root), rule, skip_checkpoints)
+    walk = _Walk(os.path.realpath(root), rule, skip_checkpoints, cache)
     walk.directory(root, "")
     return Scan(walk.files, tuple(walk.empty_dirs), tuple(walk.skips))
 
@@ -60,6 +64,7 @@ class _Walk:
     real_root: str
     rule: SkipRule
     skip_checkpoints: bool
+    cache: HashCache | None
     files: dict[str, FileStat] = field(default_factory=dict)
     empty_dirs: list[str] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
@@ -113,7 +118,8 @@ class _Walk:
             return
         result = entry.stat(follow_symlinks=is_link)
         if stat.S_ISREG(result.st_mode):
-            self.files[path] = FileStat.of(result)
+            seen = FileStat.of(result)
+            self.files[path] = seen if self.cache is None else self.cache.known_stat(path, seen)
         else:
             self.skip(path, f"not a regular file ({_kind(result.st_mode)})", "unsupported")
 
@@ -164,6 +170,11 @@ class HashCache:
         if file is None:
             file = self._files[path] = LocalFile(path, seen.size, seen.mtime_ns, digest)
         return file
+
+    def known_stat(self, path: str, seen: FileStat) -> FileStat:
+        """`seen`, as the object that is kept here if the file is the same."""
+        known = self._known.get(path)
+        return known.stat if known is not None and known.stat == seen else seen
 
     def get(self, path: str, seen: FileStat) -> str | None:
         """The digest of the file at `path` if `seen` proves that it is the version hashed before."""

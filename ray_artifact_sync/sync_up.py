@@ -108,7 +108,7 @@ class SyncPass:
             ArtifactConflictError: A newer attempt took over.
             SyncTimeoutError: The deadline passed.
         """
-        scan = scan_tree(self.root, self.rule, skip_checkpoints=self.skip_checkpoints)
+        scan = scan_tree(self.root, self.rule, skip_checkpoints=self.skip_checkpoints, cache=self.cache)
         self.skips.extend(scan.skips)
         self.cache.forget_except(scan.files.keys())
         return self.run_files(as_local_files(scan, self.cache))

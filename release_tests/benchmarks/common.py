@@ -233,7 +233,7 @@ def machine() -> dict[str, str]:
     return {
         "cpu": f"{os.cpu_count()} x {cpu}",
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.0f} GiB",
-        "system": platform.release(),
+        "system": platform.release().partition("-")[0],
         "directory": "memory (tmpfs)" if tempfile.gettempdir() == "/dev/shm" else "disk",
         "python": platform.python_version(),
         "ray": ray.__version__,
