@@ -118,9 +118,9 @@ def test_s3_with_a_request_in_flight(server, request, tmp_path):
     storage = {"endpoint": proxy.endpoint, "prefix": prefix}
     with OldWriter(working_dir=str(tmp_path / "old"), storage=storage, token=1) as old:
         wait_until(rule.reached.is_set)
-        rule.release()
+        first, rule = rule, proxy.hang("put_object", "/log.txt", times=1)  # set before the old attempt can go on
+        first.release()
         old.wait_for("saved")
-        rule = proxy.hang("put_object", "/log.txt", times=1)
         old.wait_for("syncing")
         wait_until(rule.reached.is_set)
         old.signal(signal.SIGSTOP)
