@@ -22,7 +22,6 @@ from ray_artifact_sync.entries import FileEntry, Manifest
 from ray_artifact_sync.errors import (
     ArtifactConflictError,
     ArtifactNotFoundError,
-    IntegrityError,
     ManifestError,
     PreconditionFailedError,
 )
@@ -191,24 +190,6 @@ class TrialDir:
         if entry.size == 0:
             return iter(())
         return self.store.read_chunks(path, length=entry.size)
-
-    def verified_chunks(self, entry: FileEntry, path: str) -> Iterator[Buffer]:
-        """Like `chunks`, but raises at the end unless size and digest are right.
-
-        Raises:
-            IntegrityError: They are not.
-        """
-        hasher, size = blake3(), 0
-        for chunk in self.chunks(entry, path):
-            hasher.update(chunk)
-            size += len(chunk)
-            yield chunk
-        if size != entry.size or hasher.hexdigest() != entry.digest:
-            raise IntegrityError(
-                f"{self.describe(path)} does not hold the {entry.size} bytes of {entry.path!r} with BLAKE3 "
-                f"{entry.digest[:16]}...",
-                path=entry.path,
-            )
 
     def _load(
         self, path: str, kind: str, *, trial: str = "", checkpoint: str = "", token: str = ""

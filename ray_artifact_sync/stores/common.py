@@ -119,11 +119,6 @@ def is_refusal(status: int | None, code: str) -> bool:
     return status in (401, 403) or code in _REFUSED_CODES
 
 
-def is_buffer(data: Buffer | Iterable[Buffer]) -> bool:
-    """Whether `data` is the whole content rather than its chunks."""
-    return isinstance(data, bytes | bytearray | memoryview)
-
-
 def chunks_of(data: Buffer | Iterable[Buffer]) -> Iterator[Buffer]:
     """The chunks of a payload, in whichever form it came."""
     if isinstance(data, bytes | bytearray | memoryview):
