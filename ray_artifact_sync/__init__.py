@@ -58,11 +58,13 @@ if TYPE_CHECKING:
     )
     from ray_artifact_sync.function import with_artifacts as with_artifacts
     from ray_artifact_sync.registry import ArtifactRegistry as ArtifactRegistry
+    from ray_artifact_sync.restore import restore_tuner as restore_tuner
     from ray_artifact_sync.session import TrialArtifacts as TrialArtifacts
     from ray_artifact_sync.sharded_upload import ShardedUpload as ShardedUpload
     from ray_artifact_sync.syncer import ArtifactSyncer as ArtifactSyncer
     from ray_artifact_sync.trainable import ArtifactSyncMixin as ArtifactSyncMixin
     from ray_artifact_sync.uploader import RemoteUploader as RemoteUploader
+    from ray_artifact_sync.view import ArtifactView as ArtifactView
 
 _HOMES = {
     "ArtifactSyncCallback": "callback",
@@ -83,12 +85,14 @@ _HOMES = {
     "SyncTimeoutError": "errors",
     "WorkerDiedError": "errors",
     "ArtifactRegistry": "registry",
+    "restore_tuner": "restore",
     "TrialArtifacts": "session",
     "ShardedUpload": "sharded_upload",
     "ArtifactSyncer": "syncer",
     "ArtifactSyncMixin": "trainable",
     "with_artifacts": "function",
     "RemoteUploader": "uploader",
+    "ArtifactView": "view",
 }
 
 __all__ = ["__version__", *_HOMES]

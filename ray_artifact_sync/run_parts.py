@@ -43,8 +43,18 @@ def open_part(filesystem: Any, run_dir: str, part: str) -> RunPartDir:
         part: `rank_part(...)` or `MERGED`.
     """
     run_dir = run_dir.rstrip("/")
-    store = RunPartStore(open_store(filesystem, run_dir), open_store(filesystem, f"{run_dir}/{ARTIFACTS}/{part}"), part)
-    return RunPartDir(store, f"{run_dir.rpartition('/')[2]}/{ARTIFACTS}/{part}")
+    return part_of(open_store(filesystem, run_dir), run_dir.rpartition("/")[2], part)
+
+
+def part_of(run: ArtifactStore, run_name: str, part: str) -> RunPartDir:
+    """A part of a run.
+
+    Args:
+        run: Its root is the run's directory.
+        run_name: The run directory's name.
+        part: `rank_part(...)` or `MERGED`.
+    """
+    return RunPartDir(RunPartStore(run, run.below(f"{ARTIFACTS}/{part}"), part), f"{run_name}/{ARTIFACTS}/{part}")
 
 
 class RunPartDir(TrialDir):
@@ -169,6 +179,10 @@ class RunPartStore(ArtifactStore):
             store, real = self._route(path)
             store.make_dir(real)
 
+    def below(self, path: str) -> ArtifactStore:
+        """See `ArtifactStore.below`. Within the part."""
+        return self.artifacts.below(path)
+
     def begin_writing(self, token: str) -> None:
         """See `ArtifactStore.begin_writing`."""
         self.artifacts.begin_writing(token)
@@ -180,10 +194,10 @@ class RunPartStore(ArtifactStore):
     def world_size_of(self, checkpoint: str) -> int | None:
         """How many ranks saved a checkpoint; None if it does not say."""
         try:
-            found = json.loads(self.run.read(_ranks_path(checkpoint)))["world_size"]
-        except (ArtifactNotFoundError, ValueError, KeyError, TypeError):
+            found = json.loads(self.run.read(_ranks_path(checkpoint), limit=layout.MAX_NOTE_BYTES))["world_size"]
+        except (ArtifactNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        return found if isinstance(found, int) else None
+        return found if type(found) is int and found > 0 else None
 
     def _route(self, path: str) -> tuple[ArtifactStore, str]:
         first, _, rest = path.partition("/")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from ray_artifact_sync.stores.base import ArtifactStore, StoredFile
 
 if TYPE_CHECKING:
-    from ray_artifact_sync.stores.resolve import open_store, open_uri
+    from ray_artifact_sync.stores.resolve import open_store, open_uri, resolve_uri
 
-__all__ = ["ArtifactStore", "StoredFile", "open_store", "open_uri"]
+__all__ = ["ArtifactStore", "StoredFile", "open_store", "open_uri", "resolve_uri"]
 
 
 def __getattr__(name: str) -> Any:
     # pyarrow and obstore are loaded by the first who opens a store.
-    if name in ("open_store", "open_uri"):
+    if name in ("open_store", "open_uri", "resolve_uri"):
         from ray_artifact_sync.stores import resolve  # noqa: PLC0415
 
         return getattr(resolve, name)

@@ -35,6 +35,7 @@ from ray_artifact_sync.stores.base import (
 from ray_artifact_sync.stores.common import (
     TRANSIENT_ERRNOS,
     byte_length,
+    check_azure_key,
     check_path,
     check_prefix,
     chunks_of,
@@ -46,10 +47,11 @@ from ray_artifact_sync.stores.common import (
 
 _SMALL = 8 * 1024 * 1024  # bytes that are held back until they are complete
 _OBJECT_STORES = frozenset(("s3", "s3a", "gcs", "gs", "abfs", "abfss", "az", "adl", "oci", "oss", "tos", "obs"))
+_AZURE = frozenset(("abfs", "abfss", "az"))
 _TRANSIENT_TEXT = re.compile(
     r"(?i)slow.?down|throttl|too many requests|service.?unavailable|internal.?(error|failure)"
     r"|time(d)?.?out|network.?connection|connection (reset|refused|closed|aborted)|curlcode"
-    r"|broken pipe|request_limit_exceeded|(http|status|code)\D{0,12}(429|500|502|503|504)\b"
+    r"|broken pipe|condition.?not.?met|request_limit_exceeded|(http|status|code)\D{0,12}(429|500|502|503|504)\b"
 )
 _REFUSED_TEXT = re.compile(
     r"(?i)access.?denied|permission.?denied|forbidden|unauthori[sz]ed|invalid.?access.?key"
@@ -62,7 +64,7 @@ _MISSING_TEXT = re.compile(r"(?i)path does not exist|no such (file|key)|nosuchke
 class ArrowStore(ArtifactStore):
     """Files below a directory of a pyarrow file system.
 
-    On object stores a file up to 8 MiB is written directly; all else is written to a temporary name
+    On object stores a file up to 8 MiB is written directly (but for Azure); all else is written to a temporary name
     and moved, because most streams publish what they have when the writer gives up. The move
     replaces the target where the file system can; where it cannot (some fsspec ones), the target is
     deleted first, and a reader in that instant sees no file.
@@ -81,6 +83,10 @@ class ArrowStore(ArtifactStore):
         self._fsspec = fsspec_of(filesystem)
         kind = self._kind()
         self._is_object_store = kind in _OBJECT_STORES
+        self._is_azure = kind in _AZURE
+        # pyarrow's stream to Azure begins with an empty file in place of the old one; what it deletes, it leaves a
+        # marker for; and it moves nothing in accounts without a hierarchical namespace.
+        self._is_arrow_azure = self._is_azure and self._fsspec is None
         self.description = f"{kind} path {self.root or '/'} (pyarrow)"
         self._tmp = f"{TMP}/free-{secrets.token_hex(8)}"
         self._known_dirs: set[str] = set()
@@ -152,7 +158,7 @@ class ArrowStore(ArtifactStore):
         """See `ArtifactStore.put`."""
         check_path(path)
         chunks = slices(chunks_of(data), _SMALL)
-        if not self._is_object_store:
+        if not self._is_object_store or self._is_arrow_azure:
             return self._put_by_move(path, chunks)
         head, ended = take(chunks, _SMALL)
         if not ended:
@@ -205,18 +211,23 @@ class ArrowStore(ArtifactStore):
             with self._errors("create the directory", path):
                 self.filesystem.create_dir(full, recursive=True)
 
+    def below(self, path: str) -> ArrowStore:
+        """See `ArtifactStore.below`."""
+        store = ArrowStore(self.filesystem, self._full(path))
+        store.reason = self.reason
+        return store
+
     # --- writing ---------------------------------------------------------------------------------
 
     def _put_by_move(self, path: str, chunks: Iterable[Buffer]) -> StoredFile:
-        temporary = f"{self._tmp}/{secrets.token_hex(12)}"
+        temporary = f"{self._tmp}/{secrets.token_hex(12)}{'/file' if self._is_arrow_azure else ''}"
         try:
             size = self._write(temporary, path, chunks)
             self._require_size(temporary, size)
             self._move(temporary, path)
             return self._require_size(path, size)
         except BaseException:
-            with contextlib.suppress(Exception):
-                self._delete_file(self._full(temporary))
+            self._drop(self._full(temporary))
             raise
         finally:
             self._remove_empty(self._tmp)
@@ -246,6 +257,10 @@ class ArrowStore(ArtifactStore):
                 return self.filesystem.open_output_stream(full)
         except ArtifactNotFoundError:
             self._ensure_parent(place, path, again=True)  # removed since it was made
+        except StorageError:
+            if not self._is_azure:
+                raise
+            self._require_no_directory(place)  # pyarrow leaves the marker of a directory that is empty now
         with self._errors("write", path):
             return self.filesystem.open_output_stream(full)
 
@@ -268,7 +283,7 @@ class ArrowStore(ArtifactStore):
 
     def _require_no_directory(self, path: str) -> None:
         """Removes an empty directory at `path`, and refuses one that holds files."""
-        if self._is_object_store:
+        if self._is_object_store and not self._is_azure:
             return
         with self._errors("write", path):
             info = self.filesystem.get_file_info(self._full(path))
@@ -315,8 +330,19 @@ class ArrowStore(ArtifactStore):
         else:
             self._fsspec.rm_file(full)
 
+    def _drop(self, temporary: str) -> None:
+        """Removes a temporary file; the directory of its own that it has on Azure goes with it."""
+        with contextlib.suppress(Exception):
+            if self._is_arrow_azure:
+                self.filesystem.delete_dir(temporary.rpartition("/")[0])
+            else:
+                self._delete_file(temporary)
+
     def _move_file(self, source: str, target: str) -> None:
-        if self._fsspec is None:
+        if self._is_arrow_azure:
+            self.filesystem.copy_file(source, target)
+            self._drop(source)
+        elif self._fsspec is None:
             self.filesystem.move(source, target)
         elif _has_own_move(self._fsspec):
             self._fsspec.mv(source, target)
@@ -360,8 +386,11 @@ class ArrowStore(ArtifactStore):
                 return
             infos = self.filesystem.get_file_info(pafs.FileSelector(base, allow_not_found=True, recursive=recursive))
         start = len(self.root.strip("/"))
+        depth = len(prefix) + 1 if prefix else 0
         for info in infos:
             path = info.path.strip("/")[start:].strip("/")
+            if not recursive and "/" in path[depth:]:
+                continue  # adlfs lists all the way down
             if path and path != prefix and not is_temporary(path):
                 yield path, info
 
@@ -375,7 +404,8 @@ class ArrowStore(ArtifactStore):
 
     def _full(self, path: str) -> str:
         check_path(path)
-        return f"{self.root}/{path}" if self.root else path
+        full = f"{self.root}/{path}" if self.root else path
+        return check_azure_key(full) if self._is_azure else full
 
     def _kind(self) -> str:
         if self._fsspec is not None:

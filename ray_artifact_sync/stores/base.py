@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ray_artifact_sync.errors import ManifestError
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 CHUNK_SIZE = 4 * 1024 * 1024
 """Bytes of one read or write step of a stream."""
@@ -55,9 +57,11 @@ class ArtifactStore(abc.ABC):
         can_precondition: Whether `if_match` and `if_absent` are enforced. For object stores this starts as None
             (unknown) and is set by the one who found out (the claim of the writer file probes it).
         can_fence: Whether `begin_writing` cuts off writes in flight of older tokens.
+        reason: Why this client serves the place, as the end of a sentence; for people.
     """
 
     description: str
+    reason: str = ""
     can_append: bool = False
     min_append_size: int = 0
     can_precondition: bool | None = False
@@ -182,12 +186,28 @@ class ArtifactStore(abc.ABC):
         gone. Object stores do this with preconditions instead.
         """
 
+    def below(self, path: str) -> ArtifactStore:
+        """The same storage with the directory `path` as the root. Costs no request; `path` need not exist."""
+        raise NotImplementedError(f"{self.description} has no stores below it.")
+
     # --- helpers built on the above -------------------------------------------------------------
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, limit: int | None = None) -> bytes:
         """The whole content of a (small) file.
+
+        Args:
+            path: Where.
+            limit: The most bytes that it may have, for a file that anybody may have written: no more is read.
 
         Raises:
             ArtifactNotFoundError: There is no such file.
+            ManifestError: It has more than `limit` bytes.
         """
-        return b"".join(bytes(chunk) for chunk in self.read_chunks(path))
+        length = None if limit is None else limit + 1
+        data = b"".join(bytes(chunk) for chunk in self.read_chunks(path, length=length))
+        if limit is not None and len(data) > limit:
+            raise ManifestError(
+                f"{path!r} in {self.description} has more than {limit} bytes, which is too much for what it should be: "
+                "it is damaged, or not from this library."
+            )
+        return data

@@ -235,7 +235,7 @@ def spec_of_fsspec(filesystem: Any, bucket: str, environ: Mapping[str, str] | No
     if protocols & {"gs", "gcs"}:
         return _fsspec_gcs(options, bucket, environ)
     if protocols & {"abfs", "az"}:
-        return _fsspec_azure(options, bucket)
+        return _fsspec_azure(filesystem, options, bucket)
     return NoClient(f"there is no client for {sorted(protocols)}")
 
 
@@ -247,6 +247,7 @@ _FSSPEC_TUNING = frozenset(
         *("use_listings_cache", "listings_expiry_time", "max_paths", "fixed_upload_size"),
         *("version_aware", "project", "consistency", "check_connection", "requests_timeout"),
         *("blocksize", "default_fill_cache", "use_ssl", "loop", "batch_size"),
+        *("assume_container_exists", "timeout", "connection_timeout", "read_timeout"),
     )
 )
 
@@ -312,24 +313,46 @@ def _fsspec_gcs(options: Mapping[str, Any], bucket: str, environ: Mapping[str, s
     return NoClient("its kind of token is known to gcsfs only")
 
 
-def _fsspec_azure(options: Mapping[str, Any], bucket: str) -> ClientSpec | NoClient:
-    known = {
+def _fsspec_azure(filesystem: Any, options: Mapping[str, Any], bucket: str) -> ClientSpec | NoClient:
+    names = (
         *("account_name", "account_key", "sas_token", "client_id", "client_secret", "tenant_id"),
-        *("account_host", "anon"),
-    }
-    if unknown := _only(options, known):
+        *("account_host", "connection_string"),
+    )
+    if unknown := _only(options, {*names, "anon"}):
         return NoClient(f"it has options that only adlfs knows: {unknown}")
-    account = options.get("account_name")
+    # Not only what it was given: adlfs reads the environment, too.
+    found = {name: getattr(filesystem, name, None) or options.get(name) for name in names}
+    if found["connection_string"]:
+        return _azure_of_connection_string(found["connection_string"], bucket)
+    account = found["account_name"]
     if not account:
         return NoClient("it names no storage account")
-    host = options.get("account_host") or f"{account}.blob.core.windows.net"
+    host = found["account_host"] or f"{account}.blob.core.windows.net"
+    has_credential = any(found[name] for name in ("account_key", "sas_token", "client_id"))
     return _azure(
         bucket,
-        options,
+        found,
         account=account,
         endpoint=f"https://{host}",
-        anonymous=options.get("anon") is True,
+        anonymous=not has_credential and bool(getattr(filesystem, "anon", options.get("anon") is True)),
     )
+
+
+def _azure_of_connection_string(text: str, bucket: str) -> ClientSpec | NoClient:
+    """Azure's own way to say everything in one string, `Name=Value;...`."""
+    pairs = (pair.partition("=") for pair in text.split(";") if pair.strip())
+    found = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    account = found.get("accountname")
+    endpoint = found.get("blobendpoint", "").rstrip("/")
+    if not account:
+        return NoClient("its connection string names no storage account")
+    if not endpoint:
+        scheme = found.get("defaultendpointsprotocol", "https")
+        endpoint = f"{scheme}://{account}.blob.{found.get('endpointsuffix', 'core.windows.net')}"
+    options = {"account_key": found.get("accountkey"), "sas_token": found.get("sharedaccesssignature")}
+    if not any(options.values()):
+        return NoClient("its connection string holds neither a key nor a SAS")
+    return _azure(bucket, options, account=account, endpoint=endpoint)
 
 
 # --- one client each -----------------------------------------------------------------------------

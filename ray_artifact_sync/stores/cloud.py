@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
 from itertools import chain, islice
 from typing import Any
 
@@ -35,6 +37,7 @@ from ray_artifact_sync.stores.base import (
 )
 from ray_artifact_sync.stores.common import (
     byte_length,
+    check_azure_key,
     check_path,
     check_prefix,
     chunks_of,
@@ -59,6 +62,7 @@ _DEPTH = 2  # windows of one file that are read ahead
 _ahead = threading.BoundedSemaphore(4)  # windows read ahead in this process: memory is this many
 _DELETE_BATCH = 1_000
 _COPY_LIMIT = 5 * 1024**3  # S3's CopyObject
+_COPY_SECONDS = 60.0  # for a copy that Azure makes in the background
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]+)</Code>|[\"{ ]code: \"([^\"]+)\"")
@@ -73,7 +77,7 @@ class CloudStore(ArtifactStore):
     Args:
         client: An obstore store for the bucket.
         root: The prefix inside the bucket; empty for the whole bucket.
-        description: What `ArtifactStore.description` is to say; no credentials.
+        description: What `ArtifactStore.description` is to say, given the root; no credentials.
         part_concurrency: Parts of one large file in flight at once.
         client_without_retries: The same place, for conditional writes: if the answer to one is lost, a second try
             would be refused because of the first, and look as if nothing had been written. So a lost answer is an
@@ -86,7 +90,7 @@ class CloudStore(ArtifactStore):
         client: Any,
         root: str = "",
         *,
-        description: str = "",
+        description: Callable[[str], str] = "object store prefix {!r}".format,
         part_concurrency: int = _PART_CONCURRENCY,
         client_without_retries: Any = None,
         appender: S3Appender | None = None,
@@ -94,13 +98,15 @@ class CloudStore(ArtifactStore):
         self.client = client
         self._client_without_retries = client_without_retries or client
         self.root = check_prefix(root)
-        self.description = description or f"object store prefix {self.root!r}"
+        self.description = description(self.root)
+        self._describe = description
         self.can_precondition = None
         self.min_append_size = MIN_APPEND_SIZE if appender else 0
         self._appender = appender
         self._part_concurrency = part_concurrency
         self._ignores_ranges = False  # until this server is caught at it
         self._needs_version = type(client).__name__ == "GCSStore"
+        self._is_azure = type(client).__name__ == "AzureStore"
 
     def stat(self, path: str) -> StoredFile | None:
         """See `ArtifactStore.stat`."""
@@ -202,9 +208,15 @@ class CloudStore(ArtifactStore):
         head, ended = take(chunks, SMALL)
         if ended:
             mode = self._mode(path, if_match, if_absent=if_absent)
-            with self._errors("write", path):
-                client = self.client if mode == "overwrite" else self._client_without_retries
-                result = obstore.put(client, key, head, mode=mode, use_multipart=False)
+            client = self.client if mode == "overwrite" else self._client_without_retries
+            try:
+                with self._errors("write", path):
+                    result = obstore.put(client, key, head, mode=mode, use_multipart=False)
+            except StorageError as error:
+                if mode == "overwrite" or getattr(error, "status", None) != HTTPStatus.NOT_IMPLEMENTED:
+                    raise
+                self.can_precondition = False  # this server has no preconditions, and says so
+                return self.put(path, head)
             return StoredFile(path, len(head), _quoted(result["e_tag"]))
         return self._put_parts(path, chain((head,), chunks), size_hint or 0)
 
@@ -231,7 +243,7 @@ class CloudStore(ArtifactStore):
         """See `ArtifactStore.copy`."""
         try:
             with self._errors("copy", source):
-                obstore.copy(self.client, self._key(source), self._key(target))
+                self._copy(source, target)
         except ArtifactNotFoundError:
             raise
         except StorageError as error:
@@ -240,6 +252,36 @@ class CloudStore(ArtifactStore):
             if found is None or found.size <= _COPY_LIMIT:
                 raise
             self.put(target, self.read_chunks(source), size_hint=found.size)
+
+    def _copy(self, source: str, target: str) -> None:
+        try:
+            obstore.copy(self.client, self._key(source), self._key(target))
+        except obstore_errors.BaseError as error:
+            if not (self._is_azure and "PendingCopyOperation" in str(error)):
+                raise  # else an earlier try is still being carried out
+        if self._is_azure:
+            self._await_copy(source, target)
+
+    def _await_copy(self, source: str, target: str) -> None:
+        """Azure may say that it will copy, and do it later; until then, the target is empty."""
+        ends = time.monotonic() + _COPY_SECONDS
+        pause, size = 0.01, -1
+        while True:
+            found = self.stat(target)
+            if found is not None and found.size:
+                return
+            if size < 0:
+                size = self._require(source).size
+            if found is not None and size == 0:
+                return
+            if time.monotonic() > ends:
+                raise StorageError(
+                    f"{self.description} has not copied {source!r} to {target!r} within {_COPY_SECONDS:g} s.",
+                    retryable=True,
+                    path=source,
+                )
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
 
     def delete(self, paths: Iterable[str]) -> None:
         """See `ArtifactStore.delete`."""
@@ -276,6 +318,19 @@ class CloudStore(ArtifactStore):
     def make_dir(self, path: str) -> None:
         """Does nothing: object stores have no directories."""
         check_path(path)
+
+    def below(self, path: str) -> CloudStore:
+        """See `ArtifactStore.below`."""
+        store = CloudStore(
+            self.client,
+            self._key(path),
+            description=self._describe,
+            part_concurrency=self._part_concurrency,
+            client_without_retries=self._client_without_retries,
+            appender=self._appender,
+        )
+        store.can_precondition, store.reason = self.can_precondition, self.reason
+        return store
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -421,7 +476,8 @@ class CloudStore(ArtifactStore):
     # --- names and errors ------------------------------------------------------------------------
 
     def _key(self, path: str) -> str:
-        return join(self.root, check_path(path))
+        key = join(self.root, check_path(path))
+        return check_azure_key(key) if self._is_azure else key
 
     def _folder(self, prefix: str) -> str | None:
         return join(self.root, prefix) or None
@@ -484,8 +540,11 @@ def storage_error(error: BaseException, what: str, path: str) -> StorageError | 
         return StoragePermissionError(message, path=path, status=status)
     if isinstance(error, obstore_errors.PreconditionError | obstore_errors.AlreadyExistsError):
         return PreconditionFailedError(message, path=path, status=status)
-    if code in ("NoSuchBucket", "ContainerNotFound", "NoSuchUpload"):
+    if code in ("NoSuchBucket", "ContainerNotFound"):
         return StorageError(message, path=path, status=status)
+    if code == "NoSuchUpload":
+        # Its parts were cleared away; or it was completed, and the answer lost. Either way: send the file again.
+        return StorageError(message, retryable=True, path=path, status=status)
     if isinstance(error, FileNotFoundError):
         return ArtifactNotFoundError(message, path=path, status=status)
     # Without a status there was no answer: a reset, a timeout, a name that did not resolve.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from ray_artifact_sync.entries import validate_path
+from ray_artifact_sync.errors import InvalidPathError
 from ray_artifact_sync.layout import TMP
 from ray_artifact_sync.stores.base import Buffer
 
@@ -51,6 +52,8 @@ _TMP_PREFIX = f"{TMP}/"
 # What may carry a secret in a client's message: a signed URL's query, `key=value`, URL user info.
 _SECRETS = (
     (re.compile(r"(?i)([a-z0-9]://)[^/\s@\"']+@"), r"\1***@"),
+    # Not encoded as it should be, a password may hold slashes.
+    (re.compile(r"(?i)([a-z0-9]://[^/\s@:\"']*:)[^\s@\"']+@"), r"\1***@"),
     (
         re.compile(
             r"(?i)\b(x-amz-[a-z-]*(?:signature|credential|token)|x-goog-signature|x-goog-credential"
@@ -79,6 +82,21 @@ def check_path(path: str) -> str:
         InvalidPathError: It is not.
     """
     return validate_path(path)
+
+
+def check_azure_key(key: str) -> str:
+    """`key`, unless Azure would take it for another one.
+
+    Raises:
+        InvalidPathError: It has a backslash, which Azure turns into a slash without a word.
+    """
+    if "\\" in key:
+        raise InvalidPathError(
+            f"Azure cannot hold {key!r}: it makes a slash of each backslash, which is the name of another file. Rename "
+            "the file.",
+            path=key,
+        )
+    return key
 
 
 def check_prefix(prefix: str) -> str:

@@ -256,6 +256,12 @@ class PosixStore(ArtifactStore):
         except OSError as error:
             raise self._error(error, "create the directory", path) from error
 
+    def below(self, path: str) -> PosixStore:
+        """See `ArtifactStore.below`."""
+        store = PosixStore(self._full(path))
+        store.reason = self.reason
+        return store
+
     def begin_writing(self, token: str) -> None:
         """Takes over as the only writer: every older attempt's next rename fails.
 

@@ -57,7 +57,9 @@ def open_store(filesystem: Any, path: str, *, limits: ClientLimits | None = None
     inner = fsspec_of(base)
     if isinstance(base, pafs.LocalFileSystem) or isinstance(inner, FsspecLocal):
         logger.debug("Storage %s: kernel calls (a local or mounted file system).", path)
-        return PosixStore(path if inner is None else inner._strip_protocol(path))  # noqa: SLF001
+        local = PosixStore(path if inner is None else inner._strip_protocol(path))  # noqa: SLF001
+        local.reason = "it is a directory of this machine or of a mounted share"
+        return local
     spec, root = _spec(base, inner, path)
     if isinstance(spec, ClientSpec):
         spec_or_reason = _open_cloud(spec, root, base, path, limits)
@@ -65,6 +67,7 @@ def open_store(filesystem: Any, path: str, *, limits: ClientLimits | None = None
             return spec_or_reason
         spec = spec_or_reason
     store = ArrowStore(base, path)
+    store.reason = spec.reason
     logger.debug("Storage %s: pyarrow, because %s.", store.description, spec.reason)
     return store
 
@@ -90,19 +93,28 @@ def open_uri(
     Raises:
         ConfigurationError: The place cannot be understood.
     """
+    filesystem, path = resolve_uri(uri, storage_filesystem)
+    return open_store(filesystem, path, limits=limits)
+
+
+def resolve_uri(uri: str | os.PathLike[str], storage_filesystem: Any = None) -> tuple[Any, str]:
+    """The file system that an absolute path or a URI means, and the path on it; see `open_uri`.
+
+    Raises:
+        ConfigurationError: The place cannot be understood.
+    """
     text = os.fspath(uri)
     if storage_filesystem is not None:
-        return open_store(storage_filesystem, text, limits=limits)
+        return storage_filesystem, text
     scheme = _SCHEME.match(text)
     if scheme is None:
         if not os.path.isabs(text):
             raise ConfigurationError(f"{text!r} is neither an absolute path nor a URI such as 's3://bucket/path'.")
-        return PosixStore(text)
+        return pafs.LocalFileSystem(), text
     if scheme.group(1).lower() == "file":
         # A URI, so percent-encoding is undone; `?` and `#` are common in trial names: kept.
-        return PosixStore("/" + unquote(text[len("file://") :].partition("/")[2]))
-    filesystem, path = _from_uri(text)
-    return open_store(filesystem, path, limits=limits)
+        return pafs.LocalFileSystem(), "/" + unquote(text[len("file://") :].partition("/")[2])
+    return _from_uri(text)
 
 
 def _unwrap(filesystem: Any, path: str) -> tuple[Any, str]:
@@ -146,7 +158,7 @@ def _open_cloud(
     store = CloudStore(
         client,
         root,
-        description=f"{spec.kind} {join(spec.bucket, root)}{place} (obstore)",
+        description=lambda root: f"{spec.kind} {join(spec.bucket, root)}{place} (obstore)",
         client_without_retries=client_without_retries,
         appender=appender_of(spec, limits),
     )
@@ -155,6 +167,7 @@ def _open_cloud(
         if disagreement := _probe(store, ArrowStore(filesystem, path)):
             return NoClient(disagreement)
         why = "its own credentials see the same files"
+    store.reason = why
     logger.debug("Storage %s: obstore, because %s.", store.description, why)
     return store
 
@@ -190,7 +203,7 @@ def _ancestor(store: Any, levels: int) -> Any:
             return None
         root = root.rpartition("/")[0]
     if isinstance(store, CloudStore):
-        return CloudStore(store.client, root, description=store.description)
+        return CloudStore(store.client, root, description=lambda _root: store.description)
     return ArrowStore(store.filesystem, root)
 
 
@@ -198,25 +211,37 @@ def _from_uri(uri: str) -> tuple[Any, str]:
     """A pyarrow file system and the path on it."""
     try:
         try:
-            return _tuple(pafs.FileSystem.from_uri(uri))
+            return _open_arrow(uri)
         except ArrowInvalid:
             # Trial names have spaces and brackets, which a URI would have encoded.
             parts = urlsplit(uri)
             quoted = parts._replace(path=quote(parts.path, safe="/%")).geturl()
             if quoted == uri:
                 raise
-            return _tuple(pafs.FileSystem.from_uri(quoted))
+            return _open_arrow(quoted)
     except (ArrowInvalid, NotImplementedError, OSError) as error:
         reason = scrub(error)
     try:
         filesystem, path = fsspec.core.url_to_fs(uri)
     except Exception as error:
-        raise ConfigurationError(
-            f"{scrub(uri)!r} cannot be opened: pyarrow says {reason!r}, fsspec {scrub(error)!r}."
-        ) from None
+        message = f"{scrub(uri)!r} cannot be opened: pyarrow says {reason!r}, fsspec {scrub(error)!r}."
+        raise ConfigurationError(_without_password(message, uri)) from None
     return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
 
 
-def _tuple(pair: Any) -> tuple[Any, str]:
-    filesystem, path = pair
+def _without_password(message: str, uri: str) -> str:
+    """`message` without the pieces of the URI's password, which need not look like one: in it, slashes split."""
+    user_info, found, _ = uri.partition("://")[2].rpartition("@")
+    for piece in re.split(r"[/?#]", user_info.partition(":")[2]) if found else ():
+        for shown in {piece, quote(piece), quote(piece, safe="")} - {""}:
+            message = message.replace(shown, "***")
+    return message
+
+
+def _open_arrow(uri: str) -> tuple[Any, str]:
+    filesystem, path = pafs.FileSystem.from_uri(uri)
+    if filesystem.type_name == "abfs" and (key := urlsplit(uri).password):
+        # pyarrow uses the key of a URI, and forgets it when it is asked for its options or pickled.
+        options = {name: value for name, value in filesystem.__reduce__()[1][0].items() if value}
+        filesystem = pafs.AzureFileSystem(**{**options, "account_key": unquote(key)})
     return filesystem, str(path)
