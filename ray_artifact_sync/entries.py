@@ -18,6 +18,11 @@ MAX_PATH_BYTES = 4096
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
+def is_plain(name: str) -> bool:
+    """Whether a file name that a directory lists is surely a valid segment; a quick look that most names pass."""
+    return name.isascii() and name.isprintable()
+
+
 def validate_path(path: str) -> str:
     """Returns `path` if it is a valid artifact path.
 
@@ -68,7 +73,8 @@ class FileEntry:
     Attributes:
         path: Artifact path.
         size: Bytes.
-        digest: BLAKE3 of the content, 64 hex characters; empty for an empty directory.
+        digest: BLAKE3 of the content, 64 hex characters; empty for an empty directory, and for a file that only a
+            listing of storage names (a restore finds it out; no document ever holds such an entry).
         mtime_ns: Modification time on the node that wrote it, in ns since the epoch. Informative: nothing is
             decided by it.
         is_dir: An empty directory, kept so that a restore brings it back. It has no object in storage.

@@ -96,9 +96,10 @@ def digests_wanted(
     for path, file in local.items():
         if file.is_dir:
             continue
-        state, entry = states.get(path), head.get(path)
+        state = states.get(path)
         if file.digest is not None and (state is None or state.holds(file.size, file.digest)):
             continue  # the cache vouches for it, and nothing at its path is replaced
+        entry = head.get(path)
         marks = {size for size, _ in pinned_versions(path, pinned, preserved) if size <= file.size}
         if state is not None and state.own and 0 <= state.size <= file.size:
             marks.add(state.size)
@@ -107,6 +108,19 @@ def digests_wanted(
         if marks or (file.digest is None and file.size in stored_sizes):
             wanted[path] = frozenset(marks)
     return wanted
+
+
+def new_bytes(entry: FileEntry, old: FileEntry | None, prefix_digests: Mapping[int, str]) -> int:
+    """How many bytes of a file are new: what it grew by if its beginning is proven to be the old version, else all.
+
+    Args:
+        entry: What it is now.
+        old: What the head listed.
+        prefix_digests: What was found out about the local file.
+    """
+    if old is None or old.is_dir or old.size > entry.size:
+        return entry.size
+    return entry.size - old.size if prefix_digests.get(old.size) == old.digest else entry.size
 
 
 def plan_sync_up(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ray_artifact_sync import layout
-from ray_artifact_sync.entries import LocalFile, Skip, validate_path
+from ray_artifact_sync.entries import MAX_PATH_BYTES, LocalFile, Skip, is_plain, validate_path
 from ray_artifact_sync.errors import FileChangedError, InvalidPathError
 from ray_artifact_sync.local_files import FileStat, HashedFile, hash_file
 
@@ -88,7 +88,7 @@ class _Walk:
     def child(self, entry: os.DirEntry[str], prefix: str) -> tuple[str, str] | None:
         """Records one directory entry; returns a directory to go into."""
         name = entry.name
-        if not prefix and name == layout.STATE_DIR:
+        if not prefix and layout.is_reserved(name):
             return None
         path = f"{prefix}/{name}" if prefix else name
         try:
@@ -96,7 +96,8 @@ class _Walk:
             is_dir = entry.is_dir(follow_symlinks=False)
             if not prefix and is_dir and self.skip_checkpoints and layout.is_checkpoint_dir(name):
                 return None
-            validate_path(path)
+            if not (is_plain(name) and len(path) <= MAX_PATH_BYTES):
+                validate_path(path)
             if skip := self.rule(path, is_dir):
                 self.skips.append(skip)
                 return None
@@ -170,6 +171,9 @@ class HashCache:
         if file is None:
             file = self._files[path] = LocalFile(path, seen.size, seen.mtime_ns, digest)
         return file
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._known
 
     def known_stat(self, path: str, seen: FileStat) -> FileStat:
         """`seen`, as the object that is kept here if the file is the same."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ray_artifact_sync import layout
-from ray_artifact_sync.concurrency import Deadline, run_all
+from ray_artifact_sync.concurrency import Deadline, Pacer, run_all
 from ray_artifact_sync.entries import FileEntry, LocalFile, Manifest, Skip, SyncPlan
-from ray_artifact_sync.errors import FileChangedError
+from ray_artifact_sync.errors import ArtifactSyncError, FileChangedError
+from ray_artifact_sync.journal import MAX_SENT, SentFile
 from ray_artifact_sync.local_files import ConsistentReader
-from ray_artifact_sync.plan import PathState, digests_wanted, parents, plan_sync_up
+from ray_artifact_sync.plan import PathState, digests_wanted, new_bytes, parents, plan_sync_up
 from ray_artifact_sync.scan import HashCache, SkipRule, as_local_files, hash_local_file, scan_tree
 from ray_artifact_sync.transfer import TransferEngine, TransferResult
 from ray_artifact_sync.working_dir import STAGING_PREFIX
@@ -26,6 +28,10 @@ logger = logging.getLogger(__name__)
 HASHING_THREADS = 4
 ROUNDS = 4
 """Passes over files that change meanwhile; from the second on, they are copied first and the copy is sent."""
+
+
+class MirrorReplacedError(ArtifactSyncError):
+    """The session has looked at storage anew: a pass that it made before would go by what was there then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class SyncReport:
         seconds: Duration.
         skips: Local files that were left out, with reasons.
         failures: Artifact path to the error that stopped it; where the head had an older version, that stands.
+        bytes_changed: Content bytes that were new (see `plan.new_bytes`).
+        most_sent: The files with the most bytes sent.
     """
 
     manifest: Manifest
@@ -47,6 +55,8 @@ class SyncReport:
     seconds: float = 0.0
     skips: tuple[Skip, ...] = ()
     failures: Mapping[str, BaseException] = field(default_factory=dict)
+    bytes_changed: int = 0
+    most_sent: tuple[SentFile, ...] = ()
 
 
 @dataclass(slots=True)
@@ -82,6 +92,8 @@ class SyncPass:
         skip_checkpoints: Leave out Ray's checkpoint directories.
         staging: Directory for copies of files that keep changing.
         elsewhere: Artifact path to the local file to send, where that is not at the same path below `root`.
+        pacer: Slows the transfers of small files down, for the program's sake.
+        prepare: Called before the first write; may raise `MirrorReplacedError`.
     """
 
     root: str
@@ -94,11 +106,15 @@ class SyncPass:
     skip_checkpoints: bool = False
     staging: str = ""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
+    pacer: Pacer | None = None
+    prepare: Callable[[], None] = lambda: None
     entries: dict[str, FileEntry] = field(default_factory=dict)
     skips: list[Skip] = field(default_factory=list)
     failures: dict[str, BaseException] = field(default_factory=dict)
     bytes_sent: int = 0
     files_sent: int = 0
+    bytes_changed: int = 0
+    most_sent: list[SentFile] = field(default_factory=list)
     preserved_bytes: int = 0
 
     def run(self) -> SyncReport:
@@ -133,6 +149,8 @@ class SyncPass:
             time.monotonic() - started,
             tuple(self.skips),
             self.failures,
+            self.bytes_changed,
+            tuple(self.most_sent),
         )
 
     def round(self, local: dict[str, LocalFile], sources: Mapping[str, str]) -> set[str]:
@@ -143,6 +161,8 @@ class SyncPass:
         # Until the run says otherwise, it is not known what these paths hold: the process or the request may die.
         before = {op.path: self.mirror.states[op.path] for op in plan.transfers if op.path in self.mirror.states}
         result = TransferResult()
+        if plan.preserves or plan.removes or plan.transfers:
+            self.prepare()
         try:
             self.engine.run(
                 plan,
@@ -152,8 +172,10 @@ class SyncPass:
                 sources=sources,
                 set_aside={op.path for op in plan.removes if self.is_of_others(op.path)},
                 result=result,
+                pacer=self.pacer,
             )
         finally:
+            self.count(result, local)
             self.absorb(plan, result, before)
         self.entries.update((entry.path, entry) for entry in plan.unchanged)
         return result.changed | unstable
@@ -239,8 +261,17 @@ class SyncPass:
         self.failures.update(result.failures)
         for path in result.entries:
             self.failures.pop(path, None)
-        self.bytes_sent += result.bytes_sent
-        self.files_sent += result.files_sent
+
+    def count(self, result: TransferResult, local: Mapping[str, LocalFile]) -> None:
+        """Adds up what a run sent, and how much of it was new."""
+        head = self.mirror.head
+        self.bytes_sent += sum(result.sent.values())
+        self.files_sent += len(result.sent)
+        self.bytes_changed += sum(
+            new_bytes(entry, head.get(path), local[path].prefix_digests) for path, entry in result.entries.items()
+        )
+        sent = [SentFile(path, result.entries[path].size, count) for path, count in result.sent.items()]
+        self.most_sent = heapq.nlargest(MAX_SENT, [*self.most_sent, *sent], key=lambda file: file.bytes_sent)
 
     def keep_old_versions(self, paths: Collection[str]) -> None:
         """A file that could not be sent keeps the version that the head lists: it is still readable.

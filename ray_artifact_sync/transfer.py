@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -21,7 +21,7 @@ from typing import TypeVar
 import tenacity
 
 from ray_artifact_sync import layout
-from ray_artifact_sync.concurrency import ByteBudget, Deadline, run_all
+from ray_artifact_sync.concurrency import ByteBudget, Deadline, Pacer, run_all
 from ray_artifact_sync.entries import Append, CopyStored, FileEntry, Preserve, Remove, Skip, SyncPlan, Transfer, Upload
 from ray_artifact_sync.errors import (
     ArtifactConflictError,
@@ -29,13 +29,17 @@ from ray_artifact_sync.errors import (
     ArtifactSyncError,
     CannotAppendError,
     FileChangedError,
+    InvalidPathError,
+    PathTakenError,
     PreconditionFailedError,
     StorageError,
     SyncTimeoutError,
 )
 from ray_artifact_sync.local_files import ConsistentReader, HashedFile
 from ray_artifact_sync.plan import PathState
+from ray_artifact_sync.progress import TransferProgress, Watcher, counted, no_count, watched_by
 from ray_artifact_sync.stores.base import ArtifactStore, StoredFile
+from ray_artifact_sync.trial_dir import CONFLICT_TRIES
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,13 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def call_with_retries(
-    call: Callable[[], Result], *, retries: int, deadline: Deadline, what: str, before: Callable[[], None] | None = None
+    call: Callable[[], Result],
+    *,
+    retries: int,
+    deadline: Deadline,
+    what: str,
+    before: Callable[[], None] | None = None,
+    on_retry: Callable[[], None] | None = None,
 ) -> Result:
     """Calls until it succeeds, with exponential backoff and full jitter (Brooker, AWS Architecture Blog 2015).
 
@@ -66,9 +76,12 @@ def call_with_retries(
         deadline: No try begins after it.
         what: For the log.
         before: Called before each try; what it raises ends the loop.
+        on_retry: Called before each further try.
     """
 
     def log(state: tenacity.RetryCallState) -> None:
+        if on_retry is not None:
+            on_retry()
         error = state.outcome.exception() if state.outcome else None
         logger.info("%s failed (%s); trying again (%d of %d).", what, error, state.attempt_number, retries)
 
@@ -113,8 +126,7 @@ class TransferResult:
         skips: Files that vanished meanwhile.
         changed: Files that were written meanwhile: plan them again.
         failures: Artifact path to the error that stopped it.
-        bytes_sent: Content bytes sent.
-        files_sent: Files sent.
+        sent: Artifact path to the content bytes sent.
     """
 
     entries: dict[str, FileEntry] = field(default_factory=dict)
@@ -124,8 +136,7 @@ class TransferResult:
     skips: list[Skip] = field(default_factory=list)
     changed: set[str] = field(default_factory=set)
     failures: dict[str, BaseException] = field(default_factory=dict)
-    bytes_sent: int = 0
-    files_sent: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
 
 
 class TransferEngine:
@@ -138,6 +149,14 @@ class TransferEngine:
         retries: Further tries of a request that may succeed later.
         before_write: Called before each request that changes storage.
         confirm_writer: Called after a refused precondition: raises if somebody else may write now.
+        confirm_path: Called with a path that holds something else than this writer left there: raises
+            `PathTakenError` if it must stay. Noticed where the store has preconditions, and on POSIX by a look.
+        watcher: Shows the progress of what takes long.
+        what: What is transferred, for people: the trial.
+
+    Attributes:
+        requests: Writes of files so far, tries included.
+        retries_made: Requests so far that were tried again.
     """
 
     def __init__(
@@ -149,15 +168,23 @@ class TransferEngine:
         retries: int = DEFAULT_RETRIES,
         before_write: Callable[[], None] | None = None,
         confirm_writer: Callable[[], None] | None = None,
+        confirm_path: Callable[[str], None] | None = None,
+        watcher: Watcher | None = None,
+        what: str = "Files",
     ) -> None:
         self.store = store
+        self.what = what
         self.max_concurrency = max_concurrency
         self.retries = retries
+        self.requests = self.retries_made = 0
         self._token = token
         self._before_write = before_write
         self._confirm_writer = confirm_writer
+        self._confirm_path = confirm_path
+        self._watcher = watcher
         self._budget = ByteBudget(MEMORY_BUDGET)
         self._writing: set[str] = set()
+        self._copied: set[str] = set()
         self._lock = threading.Lock()
 
     def run(
@@ -170,6 +197,7 @@ class TransferEngine:
         sources: Mapping[str, str] | None = None,
         set_aside: Collection[str] = (),
         result: TransferResult | None = None,
+        pacer: Pacer | None = None,
     ) -> TransferResult:
         """Carries out a plan.
 
@@ -181,6 +209,7 @@ class TransferEngine:
             sources: Artifact path to another local file to send in its place (a staged copy).
             set_aside: Paths that are copied aside before they are removed.
             result: Where to record what happens, for a caller that needs it also when this raises.
+            pacer: Slows the small files down.
 
         Returns:
             What happened; failures of single files are in it.
@@ -189,17 +218,25 @@ class TransferEngine:
             ArtifactConflictError: A newer attempt took over; nothing more was written.
             SyncTimeoutError: The deadline passed.
         """
-        job = _Job(self, states, root, sources or {}, set_aside, deadline, result or TransferResult())
+        job = _Job(self, states, root, sources or {}, set_aside, deadline, result or TransferResult(), pacer)
         result = job.result
+        job.progress = TransferProgress(
+            self.what, files=len(plan.transfers), bytes=sum(bytes_to_send(op) for op in plan.transfers)
+        )
         try:
-            job.each(plan.preserves, job.preserve)
-            job.each([op for op in plan.removes if op.path not in result.failures], job.remove)
-            # Large files first: the longest transfer then does not begin last.
-            transfers = sorted(plan.transfers, key=lambda op: -op.size)
-            job.each([op for op in transfers if not job.blocked(op.path)], job.transfer)
+            with self.watched(job.progress):
+                job.each(plan.preserves, job.preserve)
+                job.each([op for op in plan.removes if op.path not in result.failures], job.remove)
+                # Large files first: the longest transfer then does not begin last.
+                transfers = sorted(plan.transfers, key=lambda op: -op.size)
+                job.each([op for op in transfers if not job.blocked(op.path)], job.transfer)
         finally:
             job.close()
         return result
+
+    def watched(self, progress: TransferProgress) -> AbstractContextManager[object]:
+        """A block during which the watcher, if there is one, looks at the progress."""
+        return watched_by(self._watcher, progress)
 
     def call(self, what: str, call: Callable[[], Result], deadline: Deadline, *, path: str = "") -> Result:
         """One request that changes storage, with retries and the writer's check.
@@ -216,8 +253,29 @@ class TransferEngine:
                 return call()
 
         return call_with_retries(
-            alone if path else call, retries=self.retries, deadline=deadline, what=what, before=self._before_write
+            alone if path else call,
+            retries=self.retries,
+            deadline=deadline,
+            what=what,
+            before=self._before_write,
+            on_retry=self._note_retry,
         )
+
+    def copy_landed(self, target: str) -> None:
+        """Says that nothing is open about a copy any more."""
+        with self._lock:
+            self._copied.discard(target)
+
+    def tries_again(self, target: str) -> bool:
+        """Whether a copy to this path was begun before, of which nobody knows whether it landed."""
+        with self._lock:
+            again = target in self._copied
+            self._copied.add(target)
+        return again
+
+    def _note_retry(self) -> None:
+        with self._lock:
+            self.retries_made += 1
 
     @contextmanager
     def _alone(self, path: str) -> Iterator[None]:
@@ -230,19 +288,21 @@ class TransferEngine:
                     path=path,
                 )
             self._writing.add(path)
+            self.requests += 1
         try:
             yield
         finally:
             with self._lock:
                 self._writing.discard(path)
 
-    def watched(self, chunks: Iterable[bytes], deadline: Deadline) -> Iterator[bytes]:
+    def fenced(self, chunks: Iterable[bytes], deadline: Deadline, count: Callable[[int], None]) -> Iterator[bytes]:
         """The chunks, for as long as this is the writer and in time: a stopped process that goes on ends here."""
         for chunk in chunks:
             deadline.check()
             if self._before_write is not None:
                 self._before_write()
             yield chunk
+            count(len(chunk))
 
     def put(self, path: str, data: bytes, deadline: Deadline) -> StoredFile:
         """Writes one small file, whatever is there."""
@@ -253,40 +313,90 @@ class TransferEngine:
         return size if size <= SMALL_FILE else min(2 * size, LARGE_FILE_WEIGHT)
 
     def put_file(
-        self, path: str, reader: ConsistentReader, size: int, state: PathState | None, deadline: Deadline
+        self,
+        path: str,
+        reader: ConsistentReader,
+        size: int,
+        state: PathState | None,
+        deadline: Deadline,
+        *,
+        count: Callable[[int], None] = no_count,
     ) -> StoredFile:
         """Writes one file from a reader; conditionally where the store can, so that no newer writer is overwritten."""
 
         def put(**precondition: object) -> StoredFile:
             if size <= SMALL_FILE:
-                return self.store.put(path, reader.read_all(LARGE_FILE_WEIGHT), **precondition)  # type: ignore[arg-type]
-            chunks = self.watched(reader, deadline)
-            return self.store.put(path, chunks, size_hint=size, **precondition)  # type: ignore[arg-type]
+                stored = self.store.put(path, reader.read_all(LARGE_FILE_WEIGHT), **precondition)  # type: ignore[arg-type]
+                count(stored.size)
+                return stored
+            with counted(count) as count_chunk:
+                chunks = self.fenced(reader, deadline, count_chunk)
+                return self.store.put(path, chunks, size_hint=size, **precondition)  # type: ignore[arg-type]
 
         def guarded() -> StoredFile:
-            if not self.store.can_precondition or self._confirm_writer is None:
+            if self.store.can_precondition is False or self._confirm_writer is None:
+                self.look(path, state)
                 return put()
-            try:
-                # Of a path that is not known, the first guess is that it holds nothing: never write unconditionally.
-                etag = state.etag if state is not None else None
-                return put(if_absent=True) if etag is None else put(if_match=etag)
-            except PreconditionFailedError:
-                # Either a newer writer, or an earlier try of ours that landed although its answer was lost, or
-                # something that somebody else left at this path.
-                self._confirm_writer()
+            # Of a path that is not known, the first guess is that it holds nothing: never write unconditionally.
+            etag = state.etag if state is not None else None
+            for tries_left in range(CONFLICT_TRIES - 1, -1, -1):
+                try:
+                    return put(if_absent=True) if etag is None else put(if_match=etag)
+                except PreconditionFailedError:
+                    if not tries_left:
+                        raise
+                # Either a newer writer, or an older one whose request was under way, or an earlier try of ours that
+                # landed although its answer was lost, or something that somebody else left at this path.
                 present = self.store.stat(path)
+                etag = present.etag if present else None
+                self._confirm_writer()  # after the look: what it saw must not be a newer writer's
+                if self._confirm_path is not None:
+                    self._confirm_path(path)
                 logger.debug("%s is not what this writer left there; replacing it.", path)
-                return put(if_match=present.etag) if present else put(if_absent=True)
+            raise AssertionError
 
         with self._budget.hold(self.budget_for(size), deadline):
             return self.call(f"Uploading {path}", guarded, deadline, path=path)
 
-    def append_file(self, op: Append, reader: ConsistentReader, etag: str | None, deadline: Deadline) -> StoredFile:
+    def look(self, path: str, state: PathState | None) -> None:
+        """Looks whether a path still holds what this writer left there, where that costs next to nothing.
+
+        Raises:
+            PathTakenError: It does not, and what it holds must stay.
+        """
+        if self._confirm_path is None or not self.store.can_fence:
+            return
+        present = self.store.stat(path)
+        if present is not None and (state is None or state.etag != present.etag):
+            self._confirm_path(path)
+
+    def taken(self, path: str, error: Exception) -> PathTakenError | None:
+        """Whether a write failed because somebody else's file, or directory, stands in the way and must stay."""
+        if self._confirm_path is None or not self.store.can_fence or not isinstance(error, StorageError):
+            return None
+        try:
+            self._confirm_path(path)
+        except PathTakenError as taken:
+            return taken
+        except ArtifactSyncError:
+            return None
+        return None
+
+    def append_file(
+        self,
+        op: Append,
+        reader: ConsistentReader,
+        etag: str | None,
+        deadline: Deadline,
+        *,
+        count: Callable[[int], None] = no_count,
+    ) -> StoredFile:
         """Adds to one file from a reader that begins at its end."""
 
         def append() -> StoredFile:
-            chunks = self.watched(reader, deadline)
-            return self.store.append(op.path, op.offset, chunks, if_match=etag, digest=op.digest)
+            with counted(count) as count_chunk:
+                chunks = self.fenced(reader, deadline, count_chunk)
+                return self.store.append(op.path, op.offset, chunks, if_match=etag, digest=op.digest)
 
         with self._budget.hold(self.budget_for(op.size - op.offset), deadline):
             return self.call(f"Appending to {op.path}", append, deadline, path=op.path)
@@ -295,6 +405,13 @@ class TransferEngine:
         """Raises if somebody else may write now, after an error that says that somebody wrote."""
         if isinstance(error, PreconditionFailedError) and self._confirm_writer is not None:
             self._confirm_writer()
+
+
+def bytes_to_send(op: Transfer) -> int:
+    """The bytes of a file that have to go over."""
+    if isinstance(op, CopyStored):
+        return 0
+    return op.size - op.offset if isinstance(op, Append) else op.size
 
 
 class _Job:
@@ -309,6 +426,7 @@ class _Job:
         set_aside: Collection[str],
         deadline: Deadline,
         result: TransferResult,
+        pacer: Pacer | None,
     ) -> None:
         self.engine = engine
         self.states = states
@@ -317,6 +435,8 @@ class _Job:
         self.set_aside = set_aside
         self.deadline = deadline
         self.result = result
+        self.pacer = pacer
+        self.progress = TransferProgress("", files=0, bytes=0)
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -330,6 +450,8 @@ class _Job:
                 act(op)
             except (ArtifactConflictError, SyncTimeoutError):
                 raise
+            except PathTakenError as error:
+                self.skip(Skip(op.path, str(error), "owned"))
             except FileNotFoundError as error:
                 if isinstance(error, ArtifactSyncError):
                     self.fail(op.path, error)
@@ -340,13 +462,25 @@ class _Job:
                     self.fail(op.path, error)
                 else:
                     self.skip(Skip(op.path, f"unreadable: {error.strerror}", "unreadable"))
+            except InvalidPathError as error:
+                self.skip(Skip(op.path, str(error).removesuffix("."), "invalid"))
             except FileChangedError:
                 with self._lock:
                     self.result.changed.add(op.path)
             except Exception as error:
-                self.fail(op.path, error)
+                if (taken := self.engine.taken(op.path, error)) is not None:
+                    self.skip(Skip(op.path, str(taken), "owned"))
+                else:
+                    self.fail(op.path, error)
 
-        run_all(operations, guarded, workers=self.engine.max_concurrency, deadline=self.deadline)
+        def paced(op: Preserve | Remove | Transfer) -> None:
+            # Of a large file, the kernel and the hasher take most of the time, and they leave the interpreter alone.
+            if self.pacer is None or (isinstance(op, Upload | Append) and op.size > SMALL_FILE):
+                guarded(op)
+            else:
+                self.pacer.call(guarded, op)
+
+        run_all(operations, paced, workers=self.engine.max_concurrency, deadline=self.deadline)
 
     def blocked(self, path: str) -> bool:
         """Whether an earlier phase failed for this path or for one that had to give way to it."""
@@ -367,7 +501,8 @@ class _Job:
     def preserve(self, op: Preserve) -> None:
         for digest in op.digests:
             target = layout.object_path(self.engine._token, digest)  # noqa: SLF001  (one module, two halves)
-            copy = partial(self.engine.store.copy, op.path, target)
+            state = self.states.get(op.path)
+            copy = partial(self.copy_once, op.path, target, size=state.size if state is not None else -1)
             try:
                 self.engine.call(f"Preserving {op.path}", copy, self.deadline, path=target)
             except ArtifactNotFoundError:
@@ -380,7 +515,24 @@ class _Job:
             with self._lock:
                 self.result.preserved.add(digest)
 
+    def copy_once(self, source: str, target: str, *, size: int) -> None:
+        """Copies on the server side, unless an earlier try did so and only its answer was lost.
+
+        A newer attempt may have seen the copy and rely on it, and have replaced the source since.
+
+        Args:
+            source: What to copy.
+            target: Where to.
+            size: Bytes that the source has, as far as is known.
+        """
+        again = self.engine.tries_again(target)
+        if again and (found := self.engine.store.stat(target)) is not None and found.size == size:
+            return
+        self.engine.store.copy(source, target)
+        self.engine.copy_landed(target)
+
     def remove(self, op: Remove) -> None:
+        self.engine.look(op.path, self.states.get(op.path))
         if op.path in self.set_aside:
             aside = layout.aside_file_path(self.engine._token, op.path)  # noqa: SLF001
             logger.warning(
@@ -405,6 +557,7 @@ class _Job:
             self.copy(op)
         else:
             self.upload(op)
+        self.progress.file_done()
 
     def local_path(self, path: str) -> str:
         return self.sources.get(path) or os.path.join(self.root, path)
@@ -413,7 +566,7 @@ class _Job:
         size = op.size if op.digest is not None else None
         reader = ConsistentReader(self.local_path(op.path), size=size, expect_digest=op.digest)
         state = self.result.states.get(op.path, self.states.get(op.path))
-        stored = self.engine.put_file(op.path, reader, op.size, state, self.deadline)
+        stored = self.engine.put_file(op.path, reader, op.size, state, self.deadline, count=self.progress.bytes_done)
         assert reader.hashed is not None
         if stored.size != reader.hashed.stat.size:
             raise StorageError(
@@ -428,7 +581,9 @@ class _Job:
         reader = ConsistentReader(self.local_path(op.path), size=op.size, expect_digest=op.digest, start=op.offset)
         state = self.states.get(op.path)
         try:
-            stored = self.engine.append_file(op, reader, state.etag if state else None, self.deadline)
+            stored = self.engine.append_file(
+                op, reader, state.etag if state else None, self.deadline, count=self.progress.bytes_done
+            )
         except (PreconditionFailedError, ArtifactNotFoundError, CannotAppendError) as error:
             # An earlier try got a part of the way, somebody wrote there, or it does not work here: send the whole file.
             self.engine.confirm_writer(error)
@@ -443,6 +598,7 @@ class _Job:
         self.landed(op, reader.hashed, stored, sent=op.size - op.offset)
 
     def copy(self, op: CopyStored) -> None:
+        self.engine.look(op.path, self.result.states.get(op.path, self.states.get(op.path)))
         try:
             self.engine.call(
                 f"Copying {op.source} to {op.path}",
@@ -464,5 +620,4 @@ class _Job:
             self.result.states[op.path] = PathState(entry.size, entry.digest, own=True, etag=stored.etag)
             if op.path not in self.sources:
                 self.result.hashed[op.path] = hashed
-            self.result.bytes_sent += sent
-            self.result.files_sent += 1
+            self.result.sent[op.path] = sent

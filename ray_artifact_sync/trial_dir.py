@@ -11,9 +11,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -24,15 +26,30 @@ from ray_artifact_sync.errors import (
     ArtifactNotFoundError,
     ManifestError,
     PreconditionFailedError,
+    StorageError,
+    UnknownFormatError,
 )
-from ray_artifact_sync.manifest import FORMAT, Changes, ManifestStack, assemble, decode, encode
+from ray_artifact_sync.manifest import (
+    FORMAT,
+    MAX_DOCUMENT_BYTES,
+    MAX_LAYER_BYTES,
+    Changes,
+    Document,
+    LayerRef,
+    ManifestStack,
+    assemble,
+    decode,
+    encode,
+)
 from ray_artifact_sync.stores.base import ArtifactStore, Buffer, StoredFile
 
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 2.0
 """How long a proof of being the writer is trusted before the next write asks again."""
-_CLAIM_TRIES = 5
+Parsed = TypeVar("Parsed")
+CONFLICT_TRIES = 5
+"""How often a conditional write is made anew when somebody else's came first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +63,10 @@ class Inventory:
         layers: Names of the layer files.
         asides: Tokens with a manifest set aside.
         exploits: Keys of the exploit records.
+        journals: File names of the journal's segments, with their bytes.
         head_mtime_ns: When the head was committed, by the storage's clock.
+        head_etag: The storage's tag of the head.
+        driver_note: Whether the driver left a note (see `driver_note.py`).
     """
 
     files: Mapping[str, StoredFile] = field(default_factory=dict)
@@ -55,7 +75,10 @@ class Inventory:
     layers: frozenset[str] = frozenset()
     asides: frozenset[str] = frozenset()
     exploits: frozenset[str] = frozenset()
+    journals: Mapping[str, int] = field(default_factory=dict)
     head_mtime_ns: int | None = None
+    head_etag: str | None = None
+    driver_note: bool = False
 
     def with_exploit(self, key: str) -> Inventory:
         """With one more exploit record."""
@@ -74,6 +97,7 @@ class Inventory:
             layers=frozenset(name for name in self.layers if f"{layout.LAYERS}/{name}" not in paths),
             asides=frozenset(token for token in self.asides if layout.aside_path(token) not in paths),
             exploits=frozenset(key for key in self.exploits if f"{layout.EXPLOITS}/{key}.json" not in paths),
+            journals={name: size for name, size in self.journals.items() if f"{layout.JOURNAL}/{name}" not in paths},
         )
 
 
@@ -142,27 +166,38 @@ class TrialDir:
         """Whether a file belongs to a checkpoint."""
         return "/" in path and layout.is_checkpoint_dir(path.partition("/")[0])
 
-    def inventory(self) -> Inventory:
-        """Lists everything (one request for each 1,000 files on object stores)."""
+    def inventory(self, listed: Iterable[StoredFile] | None = None) -> Inventory:
+        """What lies in the trial dir. What has not exactly a name that this library gives is not among its own.
+
+        Args:
+            listed: All of its files, where they were listed already; otherwise they are (one request for each 1,000
+                files on object stores).
+        """
         files: dict[str, StoredFile] = {}
         objects: dict[str, list[str]] = {}
         snapshots: dict[str, list[str]] = {}
         layers, asides, exploits = set(), set(), set()
-        head_mtime_ns = None
-        for file in self.store.list():
+        journals: dict[str, int] = {}
+        head_mtime_ns = head_etag = None
+        driver_note = False
+        for file in self.store.list() if listed is None else listed:
             parts = file.path.split("/")
             if parts[0] == layout.STATE_DIR:
                 match parts[1:]:
                     case ["manifest.json"]:
-                        head_mtime_ns = file.mtime_ns
-                    case ["objects", _, digest]:
+                        head_mtime_ns, head_etag = file.mtime_ns, file.etag
+                    case ["objects", token, digest] if layout.is_token(token) and layout.is_digest(digest):
                         objects.setdefault(digest, []).append(file.path)
-                    case ["layers", name]:
+                    case ["layers", name] if layout.is_layer_name(name):
                         layers.add(name)
-                    case ["aside", token, "manifest.json"]:
+                    case ["aside", token, "manifest.json"] if layout.is_token(token):
                         asides.add(token)
-                    case ["exploits", name]:
-                        exploits.add(name.removesuffix(".json"))
+                    case ["exploits", name] if key := layout.record_key(name):
+                        exploits.add(key)
+                    case ["journal", name]:
+                        journals[name] = file.size
+            elif parts[0] == layout.DRIVER_DIR:
+                driver_note = True
             elif self.in_checkpoint(file.path):
                 if len(parts) == 2 and layout.snapshot_token(parts[1]):  # noqa: PLR2004
                     snapshots.setdefault(parts[0], []).append(file.path)
@@ -175,7 +210,10 @@ class TrialDir:
             frozenset(layers),
             frozenset(asides),
             frozenset(exploits),
+            journals,
             head_mtime_ns,
+            head_etag,
+            driver_note,
         )
 
     def objects(self) -> dict[str, tuple[str, ...]]:
@@ -191,33 +229,64 @@ class TrialDir:
             return iter(())
         return self.store.read_chunks(path, length=entry.size)
 
+    def document(self, path: str, kind: str) -> Document | None:
+        """A head or snapshot as it is stored, whether it counts or not; None if there is none.
+
+        Raises:
+            ManifestError: It is damaged.
+        """
+        try:
+            return self._parsed(
+                path, lambda data: decode(data, kind=kind, where=self.describe(path)), limit=MAX_DOCUMENT_BYTES
+            )
+        except ArtifactNotFoundError:
+            return None
+
+    def _parsed(self, path: str, parse: Callable[[bytes], Parsed], *, limit: int) -> Parsed:
+        """What a document says. One that is damaged is read once more: it may have been so on the way only."""
+        try:
+            return parse(self.store.read(path, limit=limit))
+        except UnknownFormatError:
+            raise
+        except ManifestError:
+            return parse(self.store.read(path, limit=limit))
+
+    def assembled(self, document: Document) -> ManifestStack:
+        """A document together with its layers.
+
+        Raises:
+            ManifestError: A layer is damaged or gone.
+        """
+        return assemble(document, {ref.name: self._layer(ref) for ref in document.layers})
+
     def _load(
         self, path: str, kind: str, *, trial: str = "", checkpoint: str = "", token: str = ""
     ) -> ManifestStack | None:
-        try:
-            data = self.store.read(path)
-        except ArtifactNotFoundError:
+        document = self.document(path, kind)
+        if document is None:
             return None
-        document = decode(data, kind=kind, where=self.describe(path))
         if (trial or checkpoint or token) and (document.trial, document.checkpoint, document.token) != (
             trial,
             checkpoint,
             token,
         ):
             return None
-        return assemble(document, {ref.name: self._layer(ref.name, ref.digest) for ref in document.layers})
+        return self.assembled(document)
 
-    def _layer(self, name: str, digest: str) -> Changes:
-        if digest not in self._layers:
-            path = f"{layout.LAYERS}/{name}"
+    def _layer(self, ref: LayerRef) -> Changes:
+        path = f"{layout.LAYERS}/{ref.name}"
+
+        def parse(data: bytes) -> Changes:
+            if blake3(data).hexdigest() != ref.digest:
+                raise ManifestError(f"{self.describe(path)} is damaged: its digest is not the one referred to.")
+            return decode(data, kind="layer", where=self.describe(path), count=ref.count).changes
+
+        if ref.digest not in self._layers:
             try:
-                data = self.store.read(path)
+                self._layers[ref.digest] = self._parsed(path, parse, limit=MAX_LAYER_BYTES)
             except ArtifactNotFoundError:
                 raise ManifestError(f"{self.describe(path)} is gone although a manifest refers to it.") from None
-            if blake3(data).hexdigest() != digest:
-                raise ManifestError(f"{self.describe(path)} is damaged: its digest is not the one referred to.")
-            self._layers[digest] = decode(data, kind="layer", where=self.describe(path)).changes
-        return self._layers[digest]
+        return self._layers[ref.digest]
 
 
 class TrialWriter:
@@ -236,6 +305,7 @@ class TrialWriter:
         self._proven = float("-inf")
         self._lost: str | None = None
         self._claimed = False
+        self._probe: threading.Thread | None = None
         self._writes_from = float("-inf")
         self._head_etag: str | None = None
         self._head_known = False
@@ -255,29 +325,34 @@ class TrialWriter:
         Raises:
             ArtifactConflictError: A newer attempt has claimed it.
         """
+        self.store.begin_writing(self.token)  # before looking: what is seen from here on, no older attempt changes
         newest = self._read_writer()
         if newest is not None and newest > self.token:
             self._lose(newest)
-        if newest != self.token:
-            self._write_claim(self._claim_body(), existed=newest is not None)
-        self.store.begin_writing(self.token)
-        if not self._claimed and newest is not None and newest != self.token and not self._is_protected:
+        existed = newest is not None
+        if newest != self.token or self.store.can_precondition is None:  # not known: the answer to a claim was lost
+            existed = self._write_claim(self._claim_body(), existed=existed)
+        if not self._claimed and existed and not self.is_protected:
             # The predecessor may trust its last proof for so long, and nothing else would stop it.
             self._writes_from = time.monotonic() + LEASE_SECONDS
         self._claimed = True
         self._proven = time.monotonic()
-        return newest is not None
+        return existed
 
     @property
-    def _is_protected(self) -> bool:
+    def is_protected(self) -> bool:
         """Whether the store itself refuses the writes of a replaced attempt."""
         return bool(self.store.can_fence or self.store.can_precondition)
 
     def _claim_body(self) -> bytes:
         return json.dumps({"format": FORMAT, "kind": "writer", "token": self.token}).encode()
 
-    def _write_claim(self, body: bytes, *, existed: bool) -> None:
-        """Writes the claim; finds out on the way whether the store enforces preconditions, where that is not known."""
+    def _write_claim(self, body: bytes, *, existed: bool) -> bool:
+        """Writes the claim; finds out on the way whether the store enforces preconditions, where that is not known.
+
+        Returns:
+            Whether there was one, as far as the store tells: one that was written after `existed` was found out counts.
+        """
         if self.store.can_precondition is False:
             self.store.put(layout.WRITER, body)
         elif existed:
@@ -285,10 +360,30 @@ class TrialWriter:
             if self.store.can_precondition:
                 self._replace_claim(body)
         elif not self._may_create(body):
-            self.store.can_precondition = True
+            self.store.can_precondition = existed = True
             self._replace_claim(body)
         elif self.store.can_precondition is None:
+            # The first writer of all: nobody can be in its way, so that its first files need not wait for the answer.
+            self._probe = threading.Thread(target=self._find_out, args=(body,), name="artifact-sync-probe", daemon=True)
+            self._probe.start()
+        return existed
+
+    def _find_out(self, body: bytes) -> None:
+        with suppress(StorageError):  # asked again by `settle`
             self.store.can_precondition = not self._may_create(body)
+
+    def settle(self) -> None:
+        """Waits until it is known whether the store enforces preconditions.
+
+        Raises:
+            StorageError: It does not say.
+        """
+        if self._probe is None:
+            return
+        self._probe.join()
+        self._probe = None
+        if self.store.can_precondition is None:
+            self.store.can_precondition = not self._may_create(self._claim_body())
 
     def _may_create(self, body: bytes) -> bool:
         """Writes the claim if the store says that there is none, or does not look."""
@@ -299,7 +394,7 @@ class TrialWriter:
         return True
 
     def _replace_claim(self, body: bytes) -> None:
-        for _ in range(_CLAIM_TRIES):
+        for _ in range(CONFLICT_TRIES):
             present = self.store.stat(layout.WRITER)  # before the reading: what is read must not be older
             newest = self._read_writer()
             if newest is not None and newest > self.token:
@@ -322,12 +417,17 @@ class TrialWriter:
         """
         if self._lost is not None:
             self._lose(self._lost)
-        if (early := self._writes_from - time.monotonic()) > 0:
-            time.sleep(early)  # only then: even a sleep of 0 s costs as much as writing a small file
-        if time.monotonic() - self._proven > LEASE_SECONDS:
+        asked = False
+        while True:
+            if (early := self._writes_from - time.monotonic()) > 0:
+                time.sleep(early)  # only then: even a sleep of 0 s costs as much as writing a small file
+                asked = False
+            if asked or time.monotonic() - self._proven <= LEASE_SECONDS:
+                return
             with self._lock:
                 if time.monotonic() - self._proven > LEASE_SECONDS:  # not asked by another thread meanwhile
                     self._ask()
+            asked = True
 
     def confirm(self) -> None:
         """Asks storage now. See `check`."""
@@ -342,14 +442,20 @@ class TrialWriter:
         if newest != self.token and self._claimed:
             # Of two that claimed at once, without preconditions, the older one wrote last; or the claim was deleted.
             self._write_claim(self._claim_body(), existed=newest is not None)
+            if newest is not None and not self.is_protected:
+                self._writes_from = time.monotonic() + LEASE_SECONDS  # it may trust what it has read, as at the claim
         self._proven = asked
 
     def _check_for_commit(self) -> None:
-        if self._is_protected:
+        self.settle()
+        if self.is_protected:
             self.check()
             return
-        time.sleep(max(0.0, self._writes_from - time.monotonic()))
-        self.confirm()
+        while True:
+            time.sleep(max(0.0, self._writes_from - time.monotonic()))
+            self.confirm()
+            if self._writes_from <= time.monotonic():
+                return
 
     def _lose(self, newest: str) -> None:
         self._lost = newest
@@ -365,19 +471,30 @@ class TrialWriter:
         return self._read_writer() or ""
 
     def _read_writer(self) -> str | None:
-        """The token of the newest claim; None if there never was one, empty if it is damaged."""
+        """The token of the newest claim; None if there never was one, empty if it is damaged.
+
+        What ends this attempt, or makes it claim anew, is believed only if it is read twice: not for a wrong byte on
+        the way.
+        """
+        found = self._read_claim()
+        if found == "" or (found is not None and self.token and found > self.token):
+            found = self._read_claim()
+        if found == "":
+            logger.warning("%s is damaged; claiming the trial dir anew.", self.trial.describe(layout.WRITER))
+        return found
+
+    def _read_claim(self) -> str | None:
         try:
-            data = self.store.read(layout.WRITER)
+            data = self.store.read(layout.WRITER, limit=layout.MAX_NOTE_BYTES)
         except ArtifactNotFoundError:
             return None
+        except ManifestError:
+            data = b""
         try:
             token = json.loads(data)["token"]
         except (ValueError, KeyError, TypeError, RecursionError):
             token = None
-        if layout.is_token(token):
-            return str(token)
-        logger.warning("%s is damaged; claiming the trial dir anew.", self.trial.describe(layout.WRITER))
-        return ""
+        return str(token) if layout.is_token(token) else ""
 
     # --- commits ----------------------------------------------------------------------------------
 
@@ -405,22 +522,63 @@ class TrialWriter:
             self.store.put(layout.MANIFEST, data)
             return
         if not self._head_known:
+            self._look_at_head()
+        for tries_left in range(CONFLICT_TRIES - 1, -1, -1):
+            try:
+                self._put_head(data)
+                break
+            except PreconditionFailedError:
+                if not tries_left:
+                    raise
+                self._look_at_head()
+
+    def _put_head(self, data: bytes) -> None:
+        if self._head_etag is None:
+            stored = self.store.put(layout.MANIFEST, data, if_absent=True)
+        else:
+            stored = self.store.put(layout.MANIFEST, data, if_match=self._head_etag)
+        self._head_etag = stored.etag
+        if self.store.can_precondition:
+            self._proven = time.monotonic()
+
+    def _look_at_head(self) -> None:
+        present = self.store.stat(layout.MANIFEST)
+        self._head_etag, self._head_known = (present.etag if present else None), True
+        self.confirm()  # after the look: what it saw must not be a newer attempt's
+
+    def saw_head(self, etag: str | None) -> None:
+        """Says which head a listing showed that was made after the claim: the first commit replaces that one.
+
+        Args:
+            etag: The storage's tag; None if there was none.
+        """
+        self._head_etag, self._head_known = etag, True
+
+    def take_over_head(self, stack: ManifestStack) -> bool:
+        """Makes the head that was found this attempt's own, so that no commit of the one before can follow.
+
+        Args:
+            stack: The head that `saw_head` spoke of.
+
+        Returns:
+            False if it is not the head any more: a commit was under way. All must be looked at again then.
+
+        Raises:
+            ArtifactConflictError: A newer attempt took over; nothing was written.
+        """
+        self._check_for_commit()
+        data = encode(stack.document("manifest", token=self.token))
+        if not self.store.can_precondition:
             present = self.store.stat(layout.MANIFEST)
-            self._head_etag, self._head_known = (present.etag if present else None), True
+            if (present.etag if present else None) != self._head_etag:
+                return False
+            self.confirm()  # the look may have taken long
         try:
-            stored = self._put_head(data)
+            self._put_head(data)
         except PreconditionFailedError:
             self.confirm()
-            present = self.store.stat(layout.MANIFEST)
-            self._head_etag = present.etag if present else None
-            stored = self._put_head(data)
-        self._head_etag = stored.etag
-        self._proven = time.monotonic()
-
-    def _put_head(self, data: bytes) -> StoredFile:
-        if self._head_etag is None:
-            return self.store.put(layout.MANIFEST, data, if_absent=True)
-        return self.store.put(layout.MANIFEST, data, if_match=self._head_etag)
+            return False
+        return True
 
     def write_snapshot(self, stack: ManifestStack, checkpoint: str) -> None:
         """Stores a manifest inside a checkpoint. Atomic; with it, the checkpoint has artifacts."""
