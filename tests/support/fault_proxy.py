@@ -181,9 +181,19 @@ class FaultProxy:
         """
         return self._add(Rule(kind, path, "reset", after=after, times=times, forward=forward))
 
-    def hang(self, kind: str | None = None, path: str | None = None, *, times: int | None = None) -> Rule:
-        """Holds requests back until `Rule.release` or `clear`; then they go to the server."""
-        return self._add(Rule(kind, path, "hang", times=times))
+    def hang(
+        self,
+        kind: str | None = None,
+        path: str | None = None,
+        *,
+        times: int | None = None,
+        abandoned: Literal["forwarded", "dropped"] = "forwarded",
+    ) -> Rule:
+        """Holds requests back until `Rule.release` or `clear`; then they go to the server.
+
+        So do those whose client has given up meanwhile, with `abandoned="forwarded"`: they arrive late.
+        """
+        return self._add(Rule(kind, path, "hang", times=times, forward=abandoned == "forwarded"))
 
     def truncate(
         self,
@@ -305,6 +315,8 @@ class FaultProxy:
             rule = self._match(kind, path)
             if rule and rule.action == "hang":
                 await self._hold(rule)
+                if reader._eof and not rule.forward:  # no public way to ask while there are bytes left to be read
+                    return False
                 rule = None
             if rule and rule.action == "status":
                 await _discard(reader, length, chunked=chunked)
@@ -461,10 +473,12 @@ class FaultProxy:
 
 
 def classify(method: str, target: str, headers: dict[str, str], length: int) -> Kind:
-    """Which S3 operation a request is."""
+    """Which operation of S3 a request is, or what is like it on Azure."""
     parts = urlsplit(target)
     query = parse_qs(parts.query, keep_blank_values=True)
     bucket, _, key = parts.path.lstrip("/").partition("/")
+    if "x-ms-version" in headers:
+        return _classify_azure(method, parts.path, query, headers, length)
     source = "x-amz-copy-source" in headers
     if method == "PUT" and key:
         if "partNumber" in query:
@@ -487,6 +501,25 @@ def classify(method: str, target: str, headers: dict[str, str], length: int) -> 
     if method == "HEAD" and key:
         return "head_object"
     return "other"
+
+
+def _classify_azure(
+    method: str, path: str, query: dict[str, list[str]], headers: dict[str, str], length: int
+) -> Kind:
+    """The same words for Azure's Blob storage: its blocks are parts, a list of blocks completes them."""
+    _account, _, rest = path.lstrip("/").partition("/")
+    key = rest.partition("/")[2]
+    comp = query.get("comp", [""])[0]
+    if comp in ("list", "batch"):
+        return "list" if comp == "list" else "delete_many"
+    if method == "PUT" and key:
+        if comp in ("block", "blocklist"):
+            return "upload_part" if comp == "block" else "complete_multipart"
+        if "x-ms-copy-source" in headers:
+            return "copy_object"
+        return "marker" if key.endswith("/") and not length else "put_object"
+    by_method: dict[str, Kind] = {"GET": "get_object", "HEAD": "head_object", "DELETE": "delete"}
+    return by_method.get(method, "other") if key else "other"
 
 
 def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:

@@ -78,23 +78,16 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-class S3Server:
-    """One server process with one bucket; a context manager.
+class Server:
+    """One server process on this machine; a context manager.
 
     Attributes:
         endpoint: `http://127.0.0.1:<port>`.
-        bucket: Name of a bucket that exists.
-        key: Access key.
-        secret: Secret key.
+        directory: Where it keeps its data and its log; removed at the end.
     """
 
-    bucket = BUCKET
-    key = KEY
-    secret = SECRET
-    region = REGION
-
     def __init__(self) -> None:
-        self.directory = tempfile.mkdtemp(prefix="s3-server-")
+        self.directory = tempfile.mkdtemp(prefix="test-server-")
         self.process: subprocess.Popen[bytes] | None = None
         self.endpoint = ""
 
@@ -107,7 +100,7 @@ class S3Server:
     def extra_environment(self) -> dict[str, str]:
         return {}
 
-    def start(self) -> S3Server:
+    def start(self) -> Server:
         port = free_port()
         self.endpoint = f"http://127.0.0.1:{port}"
         log = open(os.path.join(self.directory, "server.log"), "wb")
@@ -156,11 +149,26 @@ class S3Server:
         atexit.unregister(self.stop)
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def __enter__(self) -> S3Server:
+    def __enter__(self) -> Server:
         return self if self.process else self.start()
 
     def __exit__(self, *exc) -> None:
         self.stop()
+
+
+class S3Server(Server):
+    """An S3 server with one bucket.
+
+    Attributes:
+        bucket: Name of a bucket that exists.
+        key: Access key.
+        secret: Secret key.
+    """
+
+    bucket = BUCKET
+    key = KEY
+    secret = SECRET
+    region = REGION
 
     def filesystem(self, **options) -> pafs.S3FileSystem:
         return filesystem_at(self.endpoint, **options)

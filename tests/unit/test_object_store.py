@@ -422,6 +422,16 @@ def test_rclone_ignores_preconditions(store):
     assert store.read("a") == b"2"
 
 
+def test_a_server_that_knows_no_preconditions_is_not_asked_again(store, proxy):
+    proxy.fail("put_object", status=501, code="NotImplemented", times=1)
+    store.put("a", b"1", if_absent=True)
+    assert store.can_precondition is False
+    assert store.read("a") == b"1"
+    assert proxy.counts["put_object"] == 2
+    store.put("a", b"2", if_absent=True)
+    assert proxy.counts["put_object"] == 3
+
+
 # --- messages ------------------------------------------------------------------------------------
 
 

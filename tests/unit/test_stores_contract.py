@@ -25,10 +25,14 @@ from ray_artifact_sync.stores import ArtifactStore, open_store
 from ray_artifact_sync.stores.arrow import ArrowStore
 from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.posix import PosixStore
+from tests.support.azure_server import CONTAINER, azure_filesystem_at, connection_string_at
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3_servers import BUCKET, filesystem_at
 
 MIB = 1024 * 1024
+# pyarrow's removal of one file hangs for a minute now and then on Azurite: not of these.
+DELETES = ("names_are_literal", "many_threads", "delete_accepts_a_generator", "empty_parents")
+AZURE_KINDS = ("obstore_azurite", "arrow_azurite", "arrow_adlfs")
 LITERAL_NAMES = [
     "a b",
     "a%20b",
@@ -54,6 +58,7 @@ LITERAL_NAMES = [
 _numbers = itertools.count()
 
 s3 = pytest.mark.s3
+azure = pytest.mark.azure
 KINDS = [
     "posix",
     "fsspec_local",
@@ -62,6 +67,9 @@ KINDS = [
     pytest.param("obstore_juicefs", marks=s3),
     "arrow_memory",
     pytest.param("arrow_s3", marks=s3),
+    pytest.param("obstore_azurite", marks=azure),
+    pytest.param("arrow_azurite", marks=azure),
+    pytest.param("arrow_adlfs", marks=azure),
 ]
 
 
@@ -96,6 +104,8 @@ def kind(request):
 def store(kind, request, tmp_path):
     """An empty store; every test has a root of its own."""
     number = next(_numbers)
+    if kind == "arrow_azurite" and any(name in request.node.name for name in DELETES):
+        pytest.skip("many removals of single files, of which each may hang for a minute")
     if kind == "posix":
         return PosixStore(tmp_path / "root")
     if kind == "fsspec_local":
@@ -109,11 +119,23 @@ def store(kind, request, tmp_path):
         return open_store(filesystem_at(endpoint), f"{BUCKET}/contract/{number}")
     if kind == "obstore_juicefs":
         return open_store(filesystem_at(request.getfixturevalue("juicefs").endpoint), f"{BUCKET}/contract/{number}")
+    if kind.endswith(("azurite", "adlfs")):
+        return azure_store(kind, request.getfixturevalue("azurite").endpoint, f"{CONTAINER}/contract/{number}")
     if kind == "arrow_memory":
         memory = pafs.PyFileSystem(pafs.FSSpecHandler(MemoryFileSystem()))
         return open_store(memory, f"/contract/{number}")
     endpoint = request.getfixturevalue("marker_proxy").endpoint
     return ArrowStore(filesystem_at(endpoint), f"{BUCKET}/contract/arrow-{number}")
+
+
+def azure_store(kind: str, endpoint: str, place: str) -> ArtifactStore:
+    if kind == "obstore_azurite":
+        return open_store(azure_filesystem_at(endpoint), place)
+    if kind == "arrow_azurite":
+        return ArrowStore(azure_filesystem_at(endpoint), place)
+    adlfs = pytest.importorskip("adlfs")
+    filesystem = adlfs.AzureBlobFileSystem(connection_string=connection_string_at(endpoint))
+    return ArrowStore(pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), place)
 
 
 def paths_of(store: ArtifactStore, prefix: str = "") -> list[str]:
@@ -141,6 +163,7 @@ class TestContract:
             "obstore_rclone": CloudStore,
             "obstore_moto": CloudStore,
             "obstore_juicefs": CloudStore,
+            "obstore_azurite": CloudStore,
         }.get(kind, ArrowStore)
         assert type(store) is expected
         assert "SECRET" not in store.description
@@ -201,6 +224,8 @@ class TestContract:
     def test_large_stream_stays_flat_in_memory(self, store, kind):
         if kind == "arrow_memory":
             pytest.skip("the storage itself is memory")
+        if kind == "arrow_adlfs":
+            pytest.skip("adlfs holds blocks of 50 MiB, several at once")
         size = 128 * MIB
         tracemalloc.start()
         try:
@@ -265,7 +290,7 @@ class TestContract:
     # --- names -----------------------------------------------------------------------------------
 
     def test_names_are_literal(self, store, kind):
-        names = LITERAL_NAMES
+        names = [name for name in LITERAL_NAMES if not (kind in AZURE_KINDS and "\\" in name)]
         for place, name in enumerate(names):
             store.put(f"d/{name}", str(place).encode())
         assert paths_of(store, "d") == sorted(f"d/{name}" for name in names)
@@ -280,6 +305,15 @@ class TestContract:
         for gone in range(len(names)):
             store.delete([f"d/{names[gone]}"])
             assert paths_of(store, "d") == sorted(f"d/{name}" for name in names[gone + 1 :])
+
+    def test_azure_takes_no_name_that_it_would_change(self, store, kind):
+        """It makes slashes of backslashes: `a\\b` would be the file `b` in the directory `a`."""
+        if kind not in AZURE_KINDS:
+            pytest.skip("a backslash is a character like any other")
+        store.put("d/a/b", b"another")
+        with pytest.raises(InvalidPathError, match="backslash"):
+            store.put("d/a\\b", b"x")
+        assert store.read("d/a/b") == b"another"
 
     def test_directories_have_literal_names_too(self, store):
         names = ["a b", "a%20b", "a?b", "a#b", "t_(1, 2)_[32, 32]", "*"]
@@ -340,7 +374,7 @@ class TestContract:
         assert found.etag == store.stat("a").etag
 
     def test_more_files_than_one_page(self, store, kind):
-        if kind in ("arrow_s3", "obstore_moto"):
+        if kind in ("arrow_s3", "obstore_moto", "arrow_azurite", "arrow_adlfs"):
             pytest.skip("slow servers; the same client code is tested on the others")
         names = {f"many/{number:04}" for number in range(1_050)}
         with ThreadPoolExecutor(16) as pool:
@@ -455,8 +489,15 @@ class TestContract:
         store.put("x", b"file")
         assert store.read("x") == b"file"
         assert paths_of(store) == ["x"]
+        store.delete(["x"])
+        store.put("x/y", b"below")
+        store.delete(["x/y"])
+        store.put("x", stream(9 * MIB))
+        assert store.stat("x").size == 9 * MIB
 
-    def test_empty_parents_go_where_there_are_directories(self, store):
+    def test_empty_parents_go_where_there_are_directories(self, store, kind):
+        if kind == "arrow_azurite":
+            pytest.skip("pyarrow puts a marker in place of a directory that it empties")
         store.put("a/b/c", b"x")
         store.put("a/d", b"x")
         store.delete(["a/b/c"])
@@ -465,6 +506,23 @@ class TestContract:
         assert store.list_dirs() == []
 
     # --- directories, writers --------------------------------------------------------------------
+
+    def test_a_store_below(self, store):
+        store.put("a/b.txt", b"b")
+        store.put("a b/c.txt", b"not below a")
+        below = store.below("a")
+        assert paths_of(below) == ["b.txt"]
+        assert below.read("b.txt") == b"b"
+        below.put("d/e.txt", b"e")
+        below.delete(["b.txt"])
+        assert store.read("a/d/e.txt") == b"e"
+        assert paths_of(store.below("a/d")) == paths_of(below.below("d")) == ["e.txt"]
+        assert type(below) is type(store)
+        assert "/a" in below.description
+        assert paths_of(store.below("none")) == []
+        for bad in ("../a", "", "/a", "a//b"):
+            with pytest.raises(InvalidPathError):
+                store.below(bad)
 
     def test_make_dir(self, store):
         store.make_dir("d/e")
@@ -537,7 +595,7 @@ class TestContract:
         assert paths_of(store) == ["log"]
 
     def test_preconditions_where_they_are_enforced(self, store, kind):
-        if kind not in ("obstore_moto", "posix", "fsspec_local"):
+        if kind not in ("obstore_moto", "obstore_azurite", "posix", "fsspec_local"):
             pytest.skip("this backend does not enforce them")
         first = store.put("x", b"1", if_absent=True)
         with pytest.raises(PreconditionFailedError):
