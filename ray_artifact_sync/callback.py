@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from ray.tune import Callback
 
+from ray_artifact_sync.storage_context import ArtifactStorageContext
+
 if TYPE_CHECKING:
     from ray.tune.experiment import Trial
+    from typing_extensions import Self
+
+    from ray_artifact_sync.config import SyncConfig
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +28,19 @@ class ArtifactSyncCallback(Callback):  # type: ignore[misc]  # Ray has no type i
     trial completes, the driver waits for all of these flushes. What `cleanup()` writes after that still has the 10 s.
 
     Args:
-        timeout: Seconds to wait at most.
+        timeout: Seconds to wait at most. Then it says which trials are late, and the experiment ends.
+
+    Example:
+        `configure` adds one. By hand:
+
+        ```python
+        from ray import tune
+        from ray_artifact_sync import ArtifactSyncCallback, ArtifactSyncer, SyncConfig
+
+        run_config = tune.RunConfig(
+            callbacks=[ArtifactSyncCallback(timeout=600)], sync_config=SyncConfig(syncer=ArtifactSyncer())
+        )
+        ```
     """
 
     active = False
@@ -31,10 +49,31 @@ class ArtifactSyncCallback(Callback):  # type: ignore[misc]  # Ray has no type i
     def __init__(self, timeout: float = 1800.0) -> None:
         self.timeout = timeout
         self._pending: dict[str, Any] = {}
+        self._sync_config: SyncConfig | None = None
+        self._to_adopt = False
+
+    def adopting(self, sync_config: SyncConfig) -> Self:
+        """The same callback, which takes restored trials over into a sync configuration (see `restore_tuner`).
+
+        Ray restores a trial with the storage context that it was pickled with, and gives neither the run's
+        `sync_config` nor the context's class a say. A callback is asked before the first of them is started.
+        """
+        callback = copy.copy(self)
+        callback._sync_config = sync_config  # noqa: SLF001  (our own)
+        return callback
 
     def setup(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  (Ray's signature)
         """Ray calls this when an experiment begins."""
         ArtifactSyncCallback.active = True
+        self._to_adopt = self._sync_config is not None
+
+    def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:  # noqa: ARG002
+        """Before the first step, all restored trials are there, and none is running. Later ones are ours already."""
+        if not self._to_adopt:
+            return
+        self._to_adopt = False
+        for trial in trials:
+            trial.set_storage(ArtifactStorageContext.adopting(trial.storage, self._sync_config))
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
         """Asks the trial's actor to flush; waits for all flushes if no other trial is running."""
@@ -59,4 +98,7 @@ class ArtifactSyncCallback(Callback):  # type: ignore[misc]  # Ray has no type i
         self._pending.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"timeout": self.timeout, "_pending": {}}
+        return {**self.__dict__, "_pending": {}, "_to_adopt": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({"_sync_config": None, "_to_adopt": False, **state})

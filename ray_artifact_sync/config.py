@@ -17,7 +17,7 @@ from ray_artifact_sync.syncer import ArtifactSyncer
 if TYPE_CHECKING:
     from ray.tune import RunConfig
 
-_OPTIONS = ("sync_period", "sync_timeout", "sync_artifacts", "sync_artifacts_on_checkpoint", "registry")
+OPTIONS = ("sync_period", "sync_timeout", "sync_artifacts", "sync_artifacts_on_checkpoint", "registry")
 
 
 @dataclass(kw_only=True)
@@ -34,6 +34,23 @@ class SyncConfig(_RaySyncConfig):  # type: ignore[misc]  # Ray has no type infor
         sync_artifacts: Sync artifacts at all. True where there is a syncer. False: not one artifact byte is written.
         sync_artifacts_on_checkpoint: Commit the artifacts with each checkpoint. Without it, a restore brings back the
             newest artifacts instead of those of the checkpoint.
+
+    Raises:
+        ConfigurationError: An option makes no sense.
+
+    Example:
+        ```python
+        from ray import tune
+        from ray_artifact_sync import ArtifactRegistry, ArtifactSyncCallback, ArtifactSyncer, SyncConfig
+
+        callbacks = [ArtifactSyncCallback()]  # and those of the run
+        run_config = tune.RunConfig(
+            callbacks=callbacks,
+            sync_config=SyncConfig(
+                syncer=ArtifactSyncer(), registry=ArtifactRegistry.from_callbacks(callbacks), sync_period=60
+            ),
+        )
+        ```
     """
 
     sync_period: float = DEFAULT_SYNC_PERIOD
@@ -74,6 +91,17 @@ def configure(
 
     Raises:
         ConfigurationError: An option makes no sense, or the configuration is one of Ray Train's.
+
+    Example:
+        ```python
+        from ray import tune
+        from ray_artifact_sync import ArtifactSyncer, configure
+
+        run_config = tune.RunConfig(name="exp")
+        configured = configure(run_config, syncer=ArtifactSyncer(exclude=["*.tmp"], on_error="raise"), sync_period=60)
+        assert configured.name == "exp" and configured.sync_config.sync_period == 60
+        assert run_config.sync_config is not configured.sync_config
+        ```
     """
     from ray import tune  # noqa: PLC0415  (heavy; only needed here)
 
@@ -81,14 +109,15 @@ def configure(
 
     if run_config is None:
         run_config = tune.RunConfig()
-    if not hasattr(run_config, "sync_config"):
+    # Ray Train V2's has the attribute, with a text in it that says that it must not be set.
+    if isinstance(getattr(run_config, "sync_config", ""), str):
         raise ConfigurationError(
             f"configure() takes a ray.tune.RunConfig, not {type(run_config).__module__}.{type(run_config).__name__}: "
             "Ray Train V2 has no artifact sync to hook into. Use `ray_artifact_sync.train` in the training loop."
         )
-    if unknown := options.keys() - set(_OPTIONS):
+    if unknown := options.keys() - set(OPTIONS):
         raise ConfigurationError(
-            f"configure() has no option {', '.join(sorted(unknown))}; it takes syncer, {', '.join(_OPTIONS)}. "
+            f"configure() has no option {', '.join(sorted(unknown))}; it takes syncer, {', '.join(OPTIONS)}. "
             "Options like include, exclude or on_error belong to ArtifactSyncer(...)."
         )
     callbacks = list(run_config.callbacks or [])

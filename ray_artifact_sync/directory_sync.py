@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from blake3 import blake3
@@ -25,6 +26,7 @@ from ray_artifact_sync.local_files import hash_file
 from ray_artifact_sync.manifest import ManifestStack
 from ray_artifact_sync.options import SyncOptions
 from ray_artifact_sync.plan import PathState, parents
+from ray_artifact_sync.progress import TransferProgress, Watcher, counted, watched_by
 from ray_artifact_sync.scan import HashCache, SkipRule, scan_tree, take_all
 from ray_artifact_sync.stores.base import ArtifactStore, StoredFile
 from ray_artifact_sync.sync_up import Mirror, SyncPass, SyncReport
@@ -48,9 +50,18 @@ class DirectorySync:
         verify_remote: Before the first sync, list the remote directory to find out what of the manifest is still true.
             Otherwise everything is sent once in this process (right for the driver, whose directory holds all trials
             with all their checkpoints).
+        watcher: Shows the progress of what takes long.
     """
 
-    def __init__(self, local_dir: str, store: ArtifactStore, *, options: SyncOptions, verify_remote: bool) -> None:
+    def __init__(
+        self,
+        local_dir: str,
+        store: ArtifactStore,
+        *,
+        options: SyncOptions,
+        verify_remote: bool,
+        watcher: Watcher | None = None,
+    ) -> None:
         self.local_dir = local_dir
         self.store = store
         self._options = options
@@ -58,7 +69,12 @@ class DirectorySync:
         self._dir = TrialDir(store, "")
         self._writer = TrialWriter(self._dir, layout.make_token(time.time_ns()))
         self._engine = TransferEngine(
-            store, max_concurrency=options.max_concurrency, retries=options.retries, token=self._writer.token
+            store,
+            max_concurrency=options.max_concurrency,
+            retries=options.retries,
+            token=self._writer.token,
+            watcher=watcher,
+            what=os.path.basename(local_dir),
         )
         self._mirror = Mirror()
         self._cache = HashCache()
@@ -99,6 +115,16 @@ class DirectorySync:
                 failures=report.failures,
             )
         return report
+
+    @property
+    def stored(self) -> Mapping[str, PathState]:
+        """What this process left at which path of the remote directory."""
+        return self._mirror.states
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Says that somebody else has written there: the next sync sends these files again."""
+        for path in paths:
+            self._mirror.states.pop(path, None)
 
     def _learn(self, deadline: Deadline) -> ManifestStack:
         try:
@@ -152,7 +178,13 @@ def _is_newer(file: StoredFile, head: StoredFile | None) -> bool:
 
 
 def sync_directory_down(
-    store: ArtifactStore, local_dir: str, *, options: SyncOptions, deadline: Deadline, rule: SkipRule = take_all
+    store: ArtifactStore,
+    local_dir: str,
+    *,
+    options: SyncOptions,
+    deadline: Deadline,
+    rule: SkipRule = take_all,
+    watcher: Watcher | None = None,
 ) -> int:
     """Downloads a remote directory; files that are there already are left alone.
 
@@ -180,6 +212,7 @@ def sync_directory_down(
     os.makedirs(local_dir, exist_ok=True)
     failures: dict[str, BaseException] = {}
     done: list[str] = []
+    progress = TransferProgress(f"{store.description} down", files=len(files), bytes=sum(file.size for file in files))
 
     def work(file: StoredFile) -> None:
         try:
@@ -188,13 +221,20 @@ def sync_directory_down(
             if entry is not None and (entry.is_dir or entry.size != file.size or _is_newer(file, head)):
                 entry = None  # written by a sync that never came to its commit
             if entry is not None and file.path in local and _holds(local_path, entry):
+                progress.bytes_done(file.size)
+                progress.file_done()
                 return
-            request(lambda: _download(store, file, local_path, entry, scratch), f"Downloading {file.path}")
+            download = partial(_download, store, file, local_path, entry, scratch, progress)
+            try:
+                request(download, f"Downloading {file.path}")
+            except IntegrityError:
+                request(download, f"Downloading {file.path}")  # the bytes may have been wrong on the way only
+            progress.file_done()
             done.append(file.path)
         except Exception as error:
             failures[file.path] = error
 
-    with _scratch_dir(local_dir) as scratch:
+    with _scratch_dir(local_dir) as scratch, watched_by(watcher, progress):
         run_all(files, work, workers=options.max_concurrency, deadline=deadline)
     for entry in listed or ():
         if entry.is_dir and rule(entry.path, True) is None:
@@ -239,16 +279,25 @@ def _scratch_dir(local_dir: str) -> Iterator[str]:
             os.rmdir(base)  # stays if anything else is in it
 
 
-def _download(store: ArtifactStore, file: StoredFile, local_path: str, entry: FileEntry | None, scratch: str) -> None:
+def _download(  # noqa: PLR0917  (one caller)
+    store: ArtifactStore,
+    file: StoredFile,
+    local_path: str,
+    entry: FileEntry | None,
+    scratch: str,
+    progress: TransferProgress,
+) -> None:
     os.makedirs(os.path.dirname(local_path), exist_ok=True)
     temporary = os.path.join(scratch, secrets.token_hex(8))
     hasher, size = blake3(), 0
     try:
-        with open(temporary, "xb") as out:  # with the permissions that a user's file has
+        # Opened with the permissions that a user's file has.
+        with counted(progress.bytes_done) as count, open(temporary, "xb") as out:
             # Where the digest decides, its size is asked for: a known end spares a request for all of it.
             for chunk in store.read_chunks(file.path, length=None if entry is None else entry.size):
                 hasher.update(chunk)
                 size += out.write(chunk)
+                count(len(chunk))
         if size != file.size or (entry is not None and hasher.hexdigest() != entry.digest):
             raise IntegrityError(  # noqa: TRY301  (the temporary file must go)
                 f"{store.description}/{file.path} gave {size} bytes that are not the {file.size} bytes it should hold."

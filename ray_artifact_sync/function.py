@@ -84,6 +84,22 @@ def with_artifacts(function: Function) -> Function:
 
     Raises:
         ConfigurationError: It is a class or no function.
+
+    Example:
+        ```python
+        from ray import tune
+        from ray_artifact_sync import configure, with_artifacts
+
+
+        @with_artifacts
+        def train(config):
+            with open("log.txt", "a") as log:
+                print("one step", file=log)
+            tune.report({"loss": 1.0})
+
+
+        tuner = tune.Tuner(train, run_config=configure(tune.RunConfig(name="exp")))
+        ```
     """
     if inspect.isclass(function):
         raise ConfigurationError(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 from ray_artifact_sync import layout
-from ray_artifact_sync.entries import FileEntry, Manifest
+from ray_artifact_sync.driver_note import TakenPaths
+from ray_artifact_sync.entries import FileEntry, Manifest, validate_path
+from ray_artifact_sync.errors import InvalidPathError
 from ray_artifact_sync.manifest import ManifestStack
-from ray_artifact_sync.plan import PathState
+from ray_artifact_sync.plan import PathState, parents
+from ray_artifact_sync.scan import SkipRule
 from ray_artifact_sync.sync_up import Mirror
 from ray_artifact_sync.trial_dir import Inventory
 
@@ -20,9 +24,11 @@ class KnownStorage:
         *,
         stack: ManifestStack | None = None,
         inventory: Inventory | None = None,
+        headless: bool = False,
     ) -> None:
         self.stack = stack or ManifestStack()
         self.found = self.stack  # the head that this attempt found
+        self.headless = headless  # it found none: an attempt without this library, or one that never committed
         self.aside_written = False
         self.inventory = inventory or Inventory()
         self.retained: dict[str, ManifestStack] = {}
@@ -31,8 +37,20 @@ class KnownStorage:
         self.unregistered: frozenset[str] = frozenset()  # checkpoints whose snapshots were never pinned
         self.in_flight: ManifestStack | None = None
         self.exploits: dict[str, ManifestStack] = {}
+        self.outlived: frozenset[str] = frozenset()  # records that a checkpoint was saved after
         self.mirror = Mirror()
         self.trusted: set[str] = set()  # digests whose preserved copies were found at the start
+
+    def outlive_records(self, *, keep_newest: bool) -> None:
+        """A checkpoint was saved: from now on, it is what a restore goes back to, once it is registered.
+
+        Args:
+            keep_newest: Should the process die before that, the restore goes back to what was recorded last. So these
+                records go with the next checkpoint.
+        """
+        gone = self.outlived if keep_newest else self.exploits.keys()
+        self.exploits = {key: stack for key, stack in self.exploits.items() if key not in gone}
+        self.outlived = frozenset(self.exploits)
 
     def stacks(self) -> list[ManifestStack]:
         """Every manifest that must stay readable, the head first."""
@@ -49,6 +67,37 @@ class KnownStorage:
     def referenced_digests(self) -> set[str]:
         """Digests of every version that must stay readable."""
         return {entry.digest for manifest in self.pinned(history=True) for entry in manifest}
+
+    def listing(self, rule: SkipRule) -> Manifest:
+        """Everything that the trial dir held at the start and that may be an artifact, as far as a listing can tell.
+
+        Checkpoints and this library's own files are not among it. Entries whose digest nobody recorded have none.
+
+        Args:
+            rule: Leaves out what belongs to the driver or is excluded.
+        """
+        entries: dict[str, FileEntry] = {}
+        for path, file in self.inventory.files.items():
+            with suppress(InvalidPathError):  # an object's key may be anything
+                if rule(validate_path(path), False) is None:
+                    state = self.mirror.states.get(path, PathState())
+                    digest = state.digest if state.digest is not None and state.size == file.size else ""
+                    entries[path] = FileEntry(path, file.size, digest, file.mtime_ns or 0)
+        directories = {parent for path in entries for parent in parents(path)}
+        return Manifest({path: entry for path, entry in entries.items() if path not in directories})
+
+    def learn_contents(self, entries: Iterable[FileEntry]) -> None:
+        """Takes over the digests that a restore by listing found out."""
+        for entry in entries:
+            file = self.inventory.files.get(entry.path)
+            if file is not None and not entry.is_dir and file.size == entry.size:
+                self.mirror.states[entry.path] = PathState(entry.size, entry.digest, own=False, etag=file.etag)
+
+    def give_up(self, taken: TakenPaths) -> None:
+        """From now on, what these paths hold is somebody else's."""
+        for path in [path for path in self.mirror.states if path in taken]:
+            del self.mirror.states[path]
+        self.mirror.unlisted = frozenset(path for path in self.mirror.unlisted if path not in taken)
 
     def displaced(self, manifest: Manifest) -> frozenset[str]:
         """Paths that do not hold the version that a manifest lists (after a restore, until the next sync)."""
@@ -82,7 +131,7 @@ class KnownStorage:
         written = self.inventory.layers.union(layers_written)
         paths.extend(f"{layout.LAYERS}/{name}" for name in written - layers if name.split("-")[0] <= token)
         paths.extend(layout.aside_path(old) for old in self.inventory.asides if old < token)
-        paths.extend(f"{layout.EXPLOITS}/{key}.json" for key in self.inventory.exploits if key not in self.exploits)
+        paths.extend(layout.exploit_path(key) for key in self.inventory.exploits if key not in self.exploits)
         # Nothing that they list was preserved: should such a checkpoint ever count, it must not seem to have artifacts.
         paths.extend(path for name in self.unregistered - self.retained.keys() for path in self.snapshots.get(name, ()))
         return paths

@@ -17,29 +17,39 @@ from typing import TypeVar
 from blake3 import blake3
 
 from ray_artifact_sync import layout
-from ray_artifact_sync.concurrency import Deadline, Operation, OperationThread, run_all
-from ray_artifact_sync.entries import Manifest
+from ray_artifact_sync.concurrency import Deadline, Operation, OperationThread, Pacer, run_all
+from ray_artifact_sync.driver_note import TakenPaths, read_note, reason, save_version
+from ray_artifact_sync.entries import Manifest, Skip
 from ray_artifact_sync.errors import (
     ArtifactConflictError,
     ArtifactSyncError,
     IncompleteSyncError,
     ManifestError,
+    PathTakenError,
+    StorageError,
     SyncTimeoutError,
     UnknownFormatError,
 )
+from ray_artifact_sync.journal_files import JournalWriter
 from ray_artifact_sync.known_storage import KnownStorage, state_from_listing
 from ray_artifact_sync.manifest import ManifestStack
 from ray_artifact_sync.options import SyncOptions
+from ray_artifact_sync.plan import pinned_versions
+from ray_artifact_sync.progress import Watcher
 from ray_artifact_sync.scan import HashCache
+from ray_artifact_sync.session_events import Observer, SessionEvents
 from ray_artifact_sync.session_log import SessionLog, SyncStats
 from ray_artifact_sync.stores.base import ArtifactStore
 from ray_artifact_sync.sync_down import RestorePass, RestoreReport
-from ray_artifact_sync.sync_up import SyncPass, SyncReport
+from ray_artifact_sync.sync_up import MirrorReplacedError, SyncPass, SyncReport
 from ray_artifact_sync.transfer import TransferEngine, call_with_retries
-from ray_artifact_sync.trial_dir import TrialDir, TrialWriter
+from ray_artifact_sync.trial_dir import CONFLICT_TRIES, TrialDir, TrialWriter
 from ray_artifact_sync.working_dir import WorkingDir
 
 logger = logging.getLogger(__name__)
+
+BACKGROUND_SHARE = 0.03
+"""Part of the program's time that a background sync of small files may hold the interpreter."""
 
 SPARE_FILES = 100
 SPARE_BYTES = 64 * 1024 * 1024
@@ -63,6 +73,27 @@ class TrialArtifacts:
         options: How to sync.
         registered_checkpoint: Index of the newest checkpoint that counts; directories with a larger one are leftovers
             of a crash between upload and registration. None: all count.
+        observer: Is told what the session did; see `session_events.Observer`.
+        watcher: Shows the progress of transfers that take long; see `progress.Watcher`.
+
+    Example:
+        Inside of a trainable, `self.artifacts` is the session; elsewhere:
+
+        ```python
+        import time
+        from ray_artifact_sync import TrialArtifacts
+        from ray_artifact_sync.layout import make_token
+        from ray_artifact_sync.stores import open_uri
+
+        store = open_uri("s3://bucket/session/trial")
+        session = TrialArtifacts("working-dir", store, trial="trial", token=make_token(time.time_ns()))
+        session.begin()
+        with open("working-dir/log.txt", "w") as log:
+            log.write("step 1")
+        assert session.sync().bytes_sent == 6
+        assert session.sync().bytes_sent == 0
+        session.close()
+        ```
     """
 
     def __init__(
@@ -74,6 +105,8 @@ class TrialArtifacts:
         token: str,
         options: SyncOptions | None = None,
         registered_checkpoint: int | None = None,
+        observer: Observer | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self.options = options or SyncOptions()
         self.token = token
@@ -90,17 +123,30 @@ class TrialArtifacts:
             retries=self.options.retries,
             before_write=self._check_writer,
             confirm_writer=self._writer.confirm,
+            confirm_path=self._confirm_path,
+            watcher=watcher,
+            what=self.trial.name,
         )
         self._thread = OperationThread(f"artifact-sync-{self.trial.name}")
+        self._watcher = watcher
         self._ticker: threading.Thread | None = None
+        self._pacer = Pacer(BACKGROUND_SHARE)
         self._stop_ticking = threading.Event()
         self._cache = HashCache()
         self._known = KnownStorage()
         self._patience = self.options.predecessor_wait
         self._half_restored = False
+        self._takes_over = False  # a commit of the attempt before may be under way, until the head is this one's
+        self._restore_may_come = True
+        self._unlisted = self._learned = False
+        self._taken = self._given_up = TakenPaths()
         self._spare_files = self._spare_bytes = 0
         self._begun = self._closed = self._opened = False
-        self._log = SessionLog(self.trial.name, store.description, history=self.options.history, stats=self.stats)
+        self._log = SessionLog(
+            self.trial.name, store.description, token=token, history=self.options.history, stats=self.stats
+        )
+        self._journal = JournalWriter(store, token) if self.options.journal else None
+        self._events = SessionEvents(self.trial.name, token, journal=self._journal, observer=observer)
 
     # --- the life of an attempt -------------------------------------------------------------------
 
@@ -128,6 +174,10 @@ class TrialArtifacts:
         self._submit(self._open, "Opening the trial dir")
         self._ticker = threading.Thread(target=self._tick, name="artifact-sync-period", daemon=True)
         self._ticker.start()
+
+    def proceed(self) -> None:
+        """Says that the first step begins: if no restore came, none will, and background syncs need not wait for it."""
+        self._restore_may_come = False
 
     def sync(self) -> SyncReport:
         """Brings storage up to date with the working dir, and commits the head. Blocks.
@@ -157,25 +207,32 @@ class TrialArtifacts:
             ArtifactConflictError: A newer attempt took over; nothing was uploaded.
             ArtifactSyncError: The sync failed, with `on_error="raise"` (after the upload).
         """
+        started = time.monotonic()
         failure: ArtifactSyncError | None = None
         stack: ManifestStack | None = None
         try:
-            stack = self._run(self._sync_for_checkpoint, "The artifact sync")
+            stack = self._run(self._sync_for_checkpoint, "The artifact sync", journal=False)
         except ArtifactConflictError:
             raise
         except ArtifactSyncError as error:
             failure = error
-        self._run(lambda deadline: self._remove_stale_snapshots(name, deadline), "Removing a stale snapshot")
+        self._run(
+            lambda deadline: self._remove_stale_snapshots(name, deadline), "Removing a stale snapshot", journal=False
+        )
         upload(self._engine)
         if stack is not None:
             try:
-                self._run(lambda deadline: self._finish_checkpoint(name, stack, deadline), "Writing the snapshot")
+                self._run(
+                    lambda deadline: self._finish_checkpoint(name, stack, deadline, started), "Writing the snapshot"
+                )
             except ArtifactConflictError:
                 raise
             except ArtifactSyncError as error:
                 failure = error
         if failure is None:
             return True
+        self._events.checkpointed(name, seconds=time.monotonic() - started, error=failure)
+        self._write_journal_later()
         if self.options.on_error == "raise":
             raise failure
         logger.error(
@@ -184,6 +241,7 @@ class TrialArtifacts:
             name,
             self.trial.name,
             failure,
+            extra=self._log.fields("checkpoint_without_artifacts", checkpoint=name, error=type(failure).__name__),
         )
         return False
 
@@ -204,7 +262,7 @@ class TrialArtifacts:
                 the newest version takes its place.
         """
         return self._run(
-            lambda deadline: self._restore(checkpoint, deadline, fresh=fresh),
+            lambda deadline: self._noted(checkpoint, lambda: self._restore(checkpoint, deadline, fresh=fresh)),
             f"Restoring the artifacts of {checkpoint}",
         )
 
@@ -218,9 +276,10 @@ class TrialArtifacts:
             checkpoint: The name of its checkpoint.
             fresh: See `restore`.
         """
+        name = f"{donor.name}/{checkpoint}"
         return self._run(
-            lambda deadline: self._restore_foreign(donor, checkpoint, deadline, fresh=fresh),
-            f"Restoring artifacts at {donor.name}/{checkpoint}",
+            lambda deadline: self._noted(name, lambda: self._restore_foreign(donor, checkpoint, deadline, fresh=fresh)),
+            f"Restoring artifacts at {name}",
         )
 
     def metrics(self) -> dict[str, float]:
@@ -244,9 +303,11 @@ class TrialArtifacts:
         self._stop_ticking.set()
         try:
             if flush and self._begun:
-                self._run(self._last_sync, "The last artifact sync")
+                self._run(self._end, "The last artifact sync")
         except ArtifactConflictError as error:
-            logger.info("The last sync of an old attempt was left out: %s", error)
+            logger.info(
+                "The last sync of an old attempt was left out: %s", error, extra=self._log.fields("attempt_replaced")
+            )
         except ArtifactSyncError:
             if self.options.on_error == "raise":
                 raise
@@ -261,14 +322,58 @@ class TrialArtifacts:
         if self._opened:
             return
         existed = self._request(self._writer.claim, deadline, "Claiming the trial dir")
-        if existed:
-            self._known = self._request(lambda: self._learn(deadline), deadline, "Listing the trial dir")
+        # With a checkpoint but without a claim, the trial began without this library: what is there is all there is.
+        with_checkpoint = self._registered is not None and self._registered >= 0
+        if existed or with_checkpoint:
+            self._look_around(deadline)
+        elif not self._writer.is_protected:
+            self._request(self._read_note, deadline, "Looking for the driver's note")
+            self._writer.saw_head(None)
+        else:
+            self._writer.saw_head(None)
+        self._unlisted = with_checkpoint and self._known.headless and bool(self._known.mirror.unlisted)
+        self._takes_over = existed and not self.store.can_fence
         self._opened = True
+        self._events.begun(self._known.stack.manifest)
+
+    @property
+    def _awaits_restore(self) -> bool:
+        """Whether nothing may be written yet.
+
+        Nothing pins what no manifest lists: what `setup()` writes must not replace it before it was restored.
+        """
+        return self._unlisted and self._restore_may_come
+
+    def _look_around(self, deadline: Deadline) -> None:
+        self._known = self._request(lambda: self._learn(deadline), deadline, "Listing the trial dir")
+        self._learned = True
+        if self.store.can_precondition:
+            # After the look: none of the tags that it saw must be those of a newer attempt.
+            self._request(self._writer.confirm, deadline, "Looking who is the writer")
+        self._writer.saw_head(self._known.inventory.head_etag)
+
+    def _take_over(self, deadline: Deadline) -> None:
+        """Before the first write after another attempt: makes the head this attempt's own, where no fence does that.
+
+        Raises:
+            MirrorReplacedError: The other one has committed meanwhile; storage was looked at anew.
+        """
+        if not self._takes_over:
+            return
+        if not self._request(
+            lambda: self._writer.take_over_head(self._known.stack), deadline, "Taking over the newest manifest"
+        ):
+            self._look_around(deadline)
+            raise MirrorReplacedError(f"The manifest of {self.store.description} changes again and again.")
+        self._takes_over = False
 
     def _learn(self, deadline: Deadline) -> KnownStorage:
         inventory = self.trial.inventory()
-        head = self._head()
-        known = KnownStorage(stack=head, inventory=inventory)
+        if inventory.driver_note:
+            self._read_note()
+        found = self._head()
+        head = found or ManifestStack()
+        known = KnownStorage(stack=head, inventory=inventory, headless=found is None)
         counted = [
             name
             for name in inventory.snapshots
@@ -294,7 +399,7 @@ class TrialArtifacts:
                 if path in inventory.files and path not in known.mirror.states:
                     known.mirror.states[path] = state_from_listing(inventory, path, head.manifest.get(path), written)
         unlisted = [path for path in inventory.files if path not in known.mirror.states]
-        known.mirror.unlisted = frozenset(path for path in unlisted if self.options.skip_rule(path, False) is None)
+        known.mirror.unlisted = frozenset(path for path in unlisted if self._rule(path, False) is None)
         for path in known.mirror.unlisted:
             known.mirror.states[path] = state_from_listing(inventory, path, None, written)
         for path in head.displaced & known.mirror.states.keys():
@@ -305,10 +410,10 @@ class TrialArtifacts:
         known.mirror.preserved = set(known.trusted)
         return known
 
-    def _head(self) -> ManifestStack:
-        """The head; nothing in place of a damaged one, of which a copy is kept: checkpoints do not depend on it."""
+    def _head(self) -> ManifestStack | None:
+        """The head; none in place of a damaged one, of which a copy is kept: checkpoints do not depend on it."""
         try:
-            return self.trial.head() or ManifestStack()
+            return self.trial.head()
         except UnknownFormatError:
             raise
         except ManifestError as error:
@@ -318,40 +423,92 @@ class TrialArtifacts:
                 "depend on it.",
                 error,
                 self.trial.describe(copy),
+                extra=self._log.fields("head_damaged", kept_as=copy),
             )
             with suppress(ArtifactSyncError):  # a copy for people; reading needs no write access
                 self.store.copy(layout.MANIFEST, copy)
-            return ManifestStack()
+            return None
 
     def _sync_reported(self, deadline: Deadline) -> SyncReport:
+        self._restore_may_come = False
         report = self._sync(deadline)
         if report.failures:
             raise self._incomplete(report)
         return report
 
-    def _last_sync(self, deadline: Deadline) -> SyncReport:
-        report = self._sync_reported(deadline)
-        if self._known.objects(self.token):
+    def _end(self, deadline: Deadline) -> None:
+        """The last sync, and the end of the journal; the second also where some files failed."""
+        try:
+            self._last_sync(deadline)
+        except (ArtifactConflictError, SyncTimeoutError):
+            raise
+        except Exception:
+            self._events.closed()
+            self._write_journal()
+            raise
+        self._events.closed()
+        self._write_journal()
+
+    def _last_sync(self, deadline: Deadline) -> None:
+        self._open(deadline)
+        if self._awaits_restore:
+            return  # `setup()` failed
+        if not self._writer.is_protected:
+            with suppress(StorageError):
+                self._read_note()
+        self._sync_reported(deadline)
+        if self._is_untidy():
             # Ray deletes the checkpoints beyond `num_to_keep` only after a save: the last ones are seen here.
             self._tidy(deadline, list_checkpoints=True)
-        return report
+
+    def _is_untidy(self) -> bool:
+        """Whether there may be something that only the end of the attempt removes."""
+        return bool(self._known.objects(self.token) or self._stale_journal())
 
     def _sync_for_checkpoint(self, deadline: Deadline) -> ManifestStack:
         self._sync_reported(deadline)
         self._known.in_flight = self._known.stack  # pinned until the snapshot is written
         return self._known.stack
 
-    def _sync(self, deadline: Deadline) -> SyncReport:
+    def _sync(self, deadline: Deadline, pacer: Pacer | None = None) -> SyncReport:
         started = time.monotonic()
         self._open(deadline)
         known = self._known
+        before, requests, retries = known.stack, self._engine.requests, self._engine.retries_made
         if self._half_restored:
             raise ArtifactSyncError(
                 "The last restore did not complete, so that the working dir is a mix of versions; nothing is synced "
                 "from it until one does."
             )
         with self._exclusive(deadline):
-            self._check_writer()
+            self._request(self._check_writer, deadline, "Looking at the claim")
+            self._leave_to_driver()
+            try:
+                report = self._send_changes(deadline, pacer)
+            finally:
+                self.stats.seconds += time.monotonic() - started
+            known = self._known
+            self._log.skips(report.skips)
+            self._commit(report.manifest, deadline)
+            if self._spare_files >= SPARE_FILES or self._spare_bytes >= SPARE_BYTES:
+                self._tidy(deadline, list_checkpoints=False)
+        self._events.synced(
+            report,
+            seconds=time.monotonic() - started,
+            requests=self._engine.requests - requests,
+            retries=self._engine.retries_made - retries,
+            committed=known.stack is not before,
+        )
+        if report.failures:
+            self._log.failure(self._incomplete(report))
+        else:
+            self._log.success(report)
+        return report
+
+    def _send_changes(self, deadline: Deadline, pacer: Pacer | None) -> SyncReport:
+        """Brings the artifacts to storage; commits nothing."""
+        for tries_left in range(CONFLICT_TRIES - 1, -1, -1):
+            known = self._known
             kept = len(known.mirror.preserved)
             sync_pass = SyncPass(
                 root=self._working_dir.root,
@@ -360,26 +517,24 @@ class TrialArtifacts:
                 cache=self._cache,
                 pinned=known.pinned(history=self.options.history),
                 deadline=deadline,
-                rule=self.options.skip_rule,
+                rule=self._rule,
                 skip_checkpoints=True,
+                pacer=pacer,
+                prepare=lambda: self._take_over(deadline),
             )
             try:
                 report = sync_pass.run()
+            except MirrorReplacedError:
+                if not tries_left:
+                    raise
+                continue
             finally:
                 self.stats.bytes_sent += sync_pass.bytes_sent
                 self.stats.files_sent += sync_pass.files_sent
-                self.stats.seconds += time.monotonic() - started
-            self._log.skips(report.skips)
-            self._commit(report.manifest, deadline)
             self._spare_files += len(known.mirror.preserved) - kept
             self._spare_bytes += sync_pass.preserved_bytes
-            if self._spare_files >= SPARE_FILES or self._spare_bytes >= SPARE_BYTES:
-                self._tidy(deadline, list_checkpoints=False)
-        if report.failures:
-            self._note_failure(self._incomplete(report))
-        else:
-            self._log.success(report)
-        return report
+            return report
+        raise AssertionError
 
     def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
         """Makes a manifest the head, if it differs."""
@@ -398,6 +553,7 @@ class TrialArtifacts:
         self._writer.commit_head(stack)
         known.stack, known.uncertain = stack, None
         known.mirror.head = manifest
+        self._takes_over = False
 
     def _remove_stale_snapshots(self, name: str, deadline: Deadline) -> None:
         """A reused checkpoint directory must not show an earlier snapshot as that of the new checkpoint."""
@@ -409,29 +565,39 @@ class TrialArtifacts:
         except ManifestError:  # of a newer release: no reason to lose the checkpoint too
             files = self._request(lambda: self.store.list_files(name), deadline, "Looking for a stale snapshot")
             stale = tuple(file.path for file in files if layout.snapshot_token(file.path.rpartition("/")[2]))
-        self._check_writer()
+        self._request(self._check_writer, deadline, "Looking at the claim")
         if stale:
             self._request(lambda: self._writer.delete(stale), deadline, "Removing a stale snapshot")
             known.snapshots.pop(name, None)
             known.retained.pop(name, None)
 
-    def _finish_checkpoint(self, name: str, stack: ManifestStack, deadline: Deadline) -> None:
+    def _finish_checkpoint(self, name: str, stack: ManifestStack, deadline: Deadline, started: float) -> None:
         known = self._known
         known.retained[name] = stack  # from now on: a request that seems to fail may have landed all the same
         known.snapshots[name] = (f"{name}/{layout.snapshot_name(self.token)}",)
         self._request(lambda: self._writer.write_snapshot(stack, name), deadline, "Writing the snapshot")
         known.in_flight = None
-        known.exploits.clear()
+        known.outlive_records(keep_newest=self._registered is not None)
+        if self._registered is not None:
+            self._registered = max(self._registered, layout.checkpoint_index(name))
         self._tidy(deadline, list_checkpoints=True)
+        self._events.checkpointed(name, seconds=time.monotonic() - started, error=None)
 
     def _tidy(self, deadline: Deadline, *, list_checkpoints: bool) -> None:
+        if self._takes_over:
+            return  # what looks like garbage may be what a commit under way refers to
         self._spare_files = self._spare_bytes = 0
         try:
             self._request(lambda: self._collect_garbage(list_checkpoints=list_checkpoints), deadline, "Cleaning up")
         except ArtifactConflictError:
             raise
         except Exception as error:
-            logger.warning("Old versions in %s could not be removed (next time): %s", self.store.description, error)
+            logger.warning(
+                "Old versions in %s could not be removed (next time): %s",
+                self.store.description,
+                error,
+                extra=self._log.fields("cleanup_failed", error=type(error).__name__),
+            )
 
     def _collect_garbage(self, *, list_checkpoints: bool) -> None:
         """Removes what no retained snapshot, no snapshot being written, nothing set aside and no head refers to.
@@ -441,13 +607,29 @@ class TrialArtifacts:
         """
         known = self._known
         if list_checkpoints:
-            for name in known.snapshots.keys() - set(self.trial.checkpoints()):
+            there = self.store.list_dirs()
+            if layout.DRIVER_DIR in there:
+                self._read_note()
+                self._leave_to_driver()
+            for name in known.snapshots.keys() - set(there):
                 del known.snapshots[name]
                 known.retained.pop(name, None)
-        garbage = known.garbage(self.token, self._writer.layers)
+        journal = self._stale_journal()
+        garbage = [*known.garbage(self.token, self._writer.layers), *journal]
         if garbage:
             self._writer.delete(garbage)
             known.forget(garbage)
+            if self._journal is not None:
+                self._journal.forget(journal)
+
+    def _noted(self, checkpoint: str, restore: Callable[[], RestoreReport]) -> RestoreReport:
+        try:
+            report = restore()
+        except IncompleteSyncError as error:
+            self._events.failed(error, checkpoint=checkpoint)
+            raise
+        self._events.restored(checkpoint, report)
+        return report
 
     def _restore(self, checkpoint: str, deadline: Deadline, *, fresh: bool) -> RestoreReport:
         self._open_for_reading(deadline)
@@ -455,64 +637,99 @@ class TrialArtifacts:
         stack = known.retained.get(checkpoint) or self._request(
             lambda: self.trial.snapshot(checkpoint), deadline, "Reading the snapshot"
         )
-        exact = stack is not None
-        if stack is None:
-            # Before the first step, a background sync may have committed what `setup()` wrote; that is not meant.
-            stack = known.found if fresh else known.stack
-            logger.warning(
-                "Checkpoint %s of %s has no snapshot of its artifacts (an older run, or a failed sync); the newest "
-                "artifacts are restored, which may be newer than the checkpoint.",
-                checkpoint,
-                self.trial.name,
-            )
-        return self._bring_back(stack, deadline, exact=exact, fresh=fresh)
+        if stack is not None:
+            return self._bring_back(stack, deadline, exact=True, fresh=fresh)
+        # What is taken in place of a snapshot is recorded: after the next crash, the same is taken again.
+        key = _record_key("", checkpoint, self._registered)
+        stack = known.exploits.get(key) or self._newest(fresh=fresh)
+        listed = len(stack.manifest) if self._is_listing(stack) else None
+        report = self._bring_back(stack, deadline, exact=False, fresh=fresh, record=key)
+        # Afterwards: what `log_to_file` wrote before is as of the checkpoint now.
+        self._log.inexact(checkpoint, listed=listed)
+        return report
+
+    def _newest(self, *, fresh: bool) -> ManifestStack:
+        """The newest artifacts: those that the head lists; where nothing was ever committed, all files that are there.
+
+        Before the first step, a background sync may have committed what `setup()` wrote; that is not meant.
+        """
+        stack = self._known.found if fresh else self._known.stack
+        if self._known.headless and stack is self._known.found:
+            return ManifestStack(self._known.listing(self._rule))
+        return stack
+
+    def _is_listing(self, stack: ManifestStack) -> bool:
+        """Whether a stack was never committed: its digests are found out by the restore."""
+        return not stack.manifest.token and any(not entry.digest and not entry.is_dir for entry in stack.manifest)
 
     def _restore_foreign(self, donor: TrialDir, checkpoint: str, deadline: Deadline, *, fresh: bool) -> RestoreReport:
         self._open_for_reading(deadline)
         if self.options.adopt_foreign_artifacts:
             return self._adopt(donor, checkpoint, deadline, fresh=fresh)
-        if not fresh:
+        key = _record_key(f"{donor.store.description}\n{donor.name}", checkpoint, self._registered)
+        logger.info(
+            "%s took over %s of %s and keeps its own artifacts.",
+            self.trial.name,
+            checkpoint,
+            donor.name,
+            extra=self._log.fields("foreign_checkpoint", checkpoint=checkpoint, donor=donor.name),
+        )
+        if fresh:
+            stack = self._known.exploits.get(key) or self._newest(fresh=True)
+            return self._bring_back(stack, deadline, exact=True, fresh=True, record=key)
+        try:
             # The working dir is the truth; nothing to bring back.
             self._sync(deadline)
+            self._record(key, deadline)
+        except ArtifactConflictError:
+            raise
+        except ArtifactSyncError as error:
+            self._note_failure(error)
+        return RestoreReport(self._known.stack.manifest, exact=True)
+
+    def _record(self, key: str, deadline: Deadline) -> None:
+        """Records the head as what a checkpoint stands for that says nothing about this trial's artifacts."""
         known = self._known
-        key = blake3(f"{donor.store.description}\n{donor.name}\n{checkpoint}".encode()).hexdigest()[:32]
-        recorded = known.exploits.get(key)
-        stack = recorded or (known.found if fresh else known.stack)
-        if recorded is None:
-            known.exploits[key] = stack
-            self._request(
-                lambda: self._writer.write_record(f"{layout.EXPLOITS}/{key}.json", stack), deadline, "Recording"
-            )
-            known.inventory = known.inventory.with_exploit(key)
-        logger.info("%s took over %s of %s and keeps its own artifacts.", self.trial.name, checkpoint, donor.name)
-        if not fresh:
-            return RestoreReport(stack.manifest, exact=True)
-        return self._bring_back(stack, deadline, exact=True, fresh=fresh)
+        if key in known.exploits:
+            return
+        stack = known.exploits[key] = known.stack
+        known.inventory = known.inventory.with_exploit(key)
+        self._request(lambda: self._writer.write_record(layout.exploit_path(key), stack), deadline, "Recording")
 
     def _adopt(self, donor: TrialDir, checkpoint: str, deadline: Deadline, *, fresh: bool) -> RestoreReport:
         stack = self._request(lambda: donor.snapshot(checkpoint), deadline, "Reading the donor's snapshot")
         if stack is None:
             logger.warning(
-                "%s of %s has no snapshot; %s keeps its own artifacts.", checkpoint, donor.name, self.trial.name
+                "%s of %s has no snapshot; %s keeps its own artifacts.",
+                checkpoint,
+                donor.name,
+                self.trial.name,
+                extra=self._log.fields("restore_inexact", checkpoint=checkpoint, donor=donor.name),
             )
-            own = self._known.found if fresh else self._known.stack
-            return self._bring_back(own, deadline, exact=False, fresh=fresh)
+            return self._bring_back(self._newest(fresh=fresh), deadline, exact=False, fresh=fresh)
         with self._exclusive(deadline), self._restoring():
             report = self._restore_pass(donor, donor.objects(), deadline, fresh=fresh).run(stack.manifest, exact=True)
         self._log.lost(report)
         return report
 
-    def _bring_back(self, stack: ManifestStack, deadline: Deadline, *, exact: bool, fresh: bool) -> RestoreReport:
+    def _bring_back(
+        self, stack: ManifestStack, deadline: Deadline, *, exact: bool, fresh: bool, record: str = ""
+    ) -> RestoreReport:
         known = self._known
         with self._exclusive(deadline), self._restoring():
             report = self._restore_pass(self.trial, known.objects(self.token), deadline, fresh=fresh).run(
                 stack.manifest, exact=exact
             )
         self._log.lost(report)
+        listing = self._is_listing(stack)
+        if listing:
+            known.learn_contents(report.manifest)
         try:
             # The head follows: a crash before the next sync must not leave the superseded one as the newest.
-            self._check_writer()
-            self._commit(report.manifest if report.lost else stack.manifest, deadline)
+            self._request(self._check_writer, deadline, "Looking at the claim")
+            self._commit(report.manifest if report.lost or listing else stack.manifest, deadline)
+            if record:
+                self._record(record, deadline)
         except ArtifactConflictError:
             raise
         except ArtifactSyncError as error:
@@ -531,12 +748,14 @@ class TrialArtifacts:
             trial=trial,
             working_dir=self._working_dir,
             objects=objects,
-            rule=self.options.skip_rule,
+            rule=self.options.skip_rule,  # what a checkpoint lists is the worker's, whoever writes at its path now
+            foreign=self._taken,
             keep_unlisted=fresh,
             max_concurrency=self.options.max_concurrency,
             retries=self.options.retries,
             deadline=deadline,
             tolerant=self.options.on_error == "warn",
+            watcher=self._watcher,
         )
 
     def _open_for_reading(self, deadline: Deadline) -> None:
@@ -546,15 +765,42 @@ class TrialArtifacts:
         except (ArtifactConflictError, SyncTimeoutError):
             raise
         except PermissionError as error:
-            logger.warning("%s cannot be written (%s); restoring all the same.", self.store.description, error)
-            self._known = self._learn(deadline)
+            logger.warning(
+                "%s cannot be written (%s); restoring all the same.",
+                self.store.description,
+                error,
+                extra=self._log.fields("storage_read_only"),
+            )
+            self._known = self._request(lambda: self._learn(deadline), deadline, "Listing the trial dir")
+            self._learned = True
+        finally:
+            self._restore_may_come = False
+        if not self._learned and not self._known.mirror.states:
+            # Nobody said that there are checkpoints; but one is to be restored.
+            self._look_around(deadline)
 
     # --- helpers ----------------------------------------------------------------------------------
 
-    def _run(self, call: Callable[[Deadline], Result], what: str) -> Result:
-        operation = self._submit(call, what)
+    def _run(self, call: Callable[[Deadline], Result], what: str, *, journal: bool = True) -> Result:
+        """Queues an operation and waits for it.
+
+        Args:
+            call: The operation.
+            what: For messages.
+            journal: Write the journal too, if it is time.
+        """
+
+        def call_and_note(deadline: Deadline) -> Result:
+            try:
+                return call(deadline)
+            finally:
+                if self._journal is not None and self._journal.is_immediate:
+                    self._write_journal()
+
+        operation = self._submit(call_and_note if journal else call, what)
+        self._pacer.hurry()  # a background sync may be in the way
         try:
-            return operation.wait()  # type: ignore[return-value]
+            result: Result = operation.wait()  # type: ignore[assignment]
         except ArtifactConflictError:
             raise
         except SyncTimeoutError as error:
@@ -568,6 +814,9 @@ class TrialArtifacts:
         except OSError as error:  # the local side: a full disk, a working dir that is gone
             self._note_failure(error)
             raise ArtifactSyncError(f"{what} failed on this node: {error}") from error
+        if journal:
+            self._write_journal_later()
+        return result
 
     def _submit(self, call: Callable[[Deadline], object], what: str) -> Operation:
         return self._thread.submit(call, seconds=self.options.sync_timeout, what=what)
@@ -581,13 +830,73 @@ class TrialArtifacts:
                 pass
 
     def _background_sync(self, deadline: Deadline) -> None:
+        pacer = self._pacer = Pacer(BACKGROUND_SHARE)
+        if self._thread.waiting():
+            pacer.hurry()
         try:
-            self._sync(deadline)
+            self._open(deadline)
+            if self._awaits_restore:
+                return
+            self._sync(deadline, pacer)
         except ArtifactConflictError as error:
             self._stop_ticking.set()
             self._note_failure(error)
         except Exception as error:
             self._note_failure(error)
+
+        if self._journal is not None and self._journal.due():
+            self._write_journal()
+
+    def _write_journal(self) -> None:
+        """On the operation thread. Never fails: the journal is not worth a sync."""
+        if self._journal is None or not self._opened:
+            return
+        try:
+            self._check_writer()
+            self._journal.write()
+        except Exception as error:
+            logger.debug("The journal of %s was not written: %s", self.trial.name, error)
+
+    def _write_journal_later(self) -> None:
+        """Queues a write, if it is time, and does not wait for it."""
+        if self._journal is not None and self._journal.due() and not self._closed:
+            self._submit(lambda _deadline: self._write_journal(), "Writing the journal")
+
+    def _stale_journal(self) -> list[str]:
+        return self._journal.stale(self._known.inventory.journals) if self._journal is not None else []
+
+    def _rule(self, path: str, is_dir: bool) -> Skip | None:
+        """Which files are not synced, and why: those of the driver, declared or not, and what the user excludes."""
+        if self._taken and (skip := self._taken.skip(path, is_dir)):
+            return skip
+        if not is_dir and path in self._cache:
+            return None  # it was let through before: the options do not change
+        return self.options.skip_rule(path, is_dir)
+
+    def _confirm_path(self, path: str) -> None:
+        """A path holds something that this session did not leave there: perhaps the driver writes it, too."""
+        self._read_note()
+        if path in self._taken:
+            raise PathTakenError(reason(path))
+
+    def _leave_to_driver(self) -> None:
+        """Gives up the paths that the driver has taken; what checkpoints need of them is preserved first."""
+        if self._given_up is self._taken:
+            return
+        known, taken = self._known, self._taken
+        for path in [path for path in known.mirror.states if path in taken]:
+            for size, digest in pinned_versions(path, known.pinned(history=True), known.mirror.preserved):
+                local = self._working_dir.local_path(path)
+                target = layout.object_path(self.token, digest)
+                if save_version(self.store, local, path, size, digest, known.mirror.states[path].etag, target):
+                    known.mirror.preserved.add(digest)
+        known.give_up(taken)
+        self._given_up = taken
+
+    def _read_note(self) -> None:
+        paths = read_note(self.store)
+        if not paths <= self._taken.paths:
+            self._taken = TakenPaths(paths | self._taken.paths)
 
     def _check_writer(self) -> None:
         self._working_dir.check()
@@ -603,6 +912,7 @@ class TrialArtifacts:
                     logger.warning(
                         "An earlier attempt holds the lock of %s and does not let go (stopped?); going on without it.",
                         self._working_dir.root,
+                        extra=self._log.fields("predecessor_stuck"),
                     )
             # A process that was stopped while it held the lock must not stop its successor, nor delay it each time.
             self._patience = self.options.predecessor_wait if held else 0.0
@@ -628,6 +938,19 @@ class TrialArtifacts:
 
     def _note_failure(self, error: BaseException) -> None:
         self._log.failure(error)
+        self._events.failed(error)
 
     def __getstate__(self) -> None:
         raise TypeError("TrialArtifacts holds threads and locks of this process and cannot be pickled.")
+
+
+def _record_key(donor: str, checkpoint: str, newest: int | None) -> str:
+    """The name of the record of what a checkpoint stands for that says nothing about this trial's artifacts.
+
+    Args:
+        donor: The trial that it belongs to; empty for the trial itself, wherever it lies.
+        checkpoint: Its name.
+        newest: Index of the own newest checkpoint. Once there is a newer one, the record stands for nothing.
+    """
+    text = f"{donor}\n{checkpoint}" if newest is None else f"{donor}\n{checkpoint}\n{newest}"
+    return blake3(text.encode()).hexdigest()[:32]

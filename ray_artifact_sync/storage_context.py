@@ -19,6 +19,7 @@ from ray_artifact_sync import layout
 from ray_artifact_sync.checkpoint_upload import upload_checkpoint
 from ray_artifact_sync.concurrency import Deadline
 from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, ConfigurationError
+from ray_artifact_sync.metrics import SyncMetrics
 from ray_artifact_sync.session import TrialArtifacts
 from ray_artifact_sync.stores import ArtifactStore, open_store
 from ray_artifact_sync.syncer import ArtifactSyncer
@@ -42,6 +43,21 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
     _checkpoint_just_saved = False
     _bound_syncer: ArtifactSyncer | None = None
     _token_value = 0
+
+    @classmethod
+    def adopting(cls, context: StorageContext, sync_config: Any) -> ArtifactStorageContext:
+        """A context for the same place as another one, under one of our sync configurations.
+
+        Args:
+            context: Of a trial that was restored from an earlier run: Ray's own, or one of ours with other options.
+            sync_config: A `SyncConfig` with a syncer.
+        """
+        adopted = cls.__new__(cls)
+        adopted.__dict__.update(
+            (name, value) for name, value in context.__dict__.items() if name not in ("syncer", *_TRANSIENT)
+        )
+        adopted.sync_config = sync_config
+        return adopted
 
     # --- what Ray reads ---------------------------------------------------------------------------
 
@@ -119,7 +135,7 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
             return None
         if self._session is None:
             if not set_aside:
-                logger.info(
+                logger.warning(
                     "The artifacts of %s are uploaded, but a restore will not bring them back: derive the trainable "
                     "from ArtifactSyncMixin, or wrap the function in with_artifacts(...).",
                     self.trial_dir_name,
@@ -135,6 +151,8 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
                     sync_timeout=self.sync_config.sync_timeout,
                 ),
                 registered_checkpoint=self.current_checkpoint_index,
+                observer=SyncMetrics(self.experiment_dir_name) if self.sync_config.syncer.report_metrics else None,
+                watcher=self.sync_config.syncer.watcher(),
             )
             self._session.begin(set_aside=set_aside)
         return self._session
@@ -162,7 +180,12 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
 
     def _engine_options(self) -> dict[str, Any]:
         syncer = self.sync_config.syncer
-        return {"max_concurrency": syncer.max_concurrency, "retries": syncer.retries}
+        return {
+            "max_concurrency": syncer.max_concurrency,
+            "retries": syncer.retries,
+            "watcher": syncer.watcher(),
+            "what": self.trial_dir_name or self.experiment_dir_name,
+        }
 
     def _is_persisted_already(self, checkpoint: Any, target: str) -> bool:
         """Whether the user reports the very directory that it would be copied to."""
@@ -242,10 +265,11 @@ def _check_place(context: ArtifactStorageContext) -> None:
     """A storage path inside the working dirs would sync itself."""
     if not isinstance(context.storage_filesystem, pyarrow.fs.LocalFileSystem):
         return
-    working_dirs = os.path.join(context._get_session_path(), "working_dirs")  # noqa: SLF001
+    # <session>/artifacts/<time>/<experiment>/working_dirs/<trial>: this experiment's, or an earlier one's.
+    runs = os.path.dirname(os.path.dirname(context._get_session_path()))  # noqa: SLF001
     storage = os.path.abspath(context.storage_fs_path)
-    if os.path.commonpath([storage, working_dirs]) == working_dirs:
+    if storage.startswith(f"{runs}/") and "working_dirs" in storage[len(runs) :].split("/"):
         raise ConfigurationError(
-            f"RunConfig(storage_path={storage!r}) lies inside the trials' working dirs ({working_dirs}); their "
+            f"RunConfig(storage_path={storage!r}) lies inside the trials' working dirs (below {runs}); their "
             "artifacts would be synced into themselves. Choose another storage_path."
         )

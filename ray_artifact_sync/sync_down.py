@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ray_artifact_sync.concurrency import Deadline, run_all
@@ -20,6 +20,7 @@ from ray_artifact_sync.errors import (
 )
 from ray_artifact_sync.local_files import ConsistentReader
 from ray_artifact_sync.plan import Fill, plan_restore
+from ray_artifact_sync.progress import TransferProgress, Watcher, counted, watched_by
 from ray_artifact_sync.scan import HashCache, SkipRule, as_local_files, hash_local_file, scan_tree
 from ray_artifact_sync.stores.base import Buffer
 from ray_artifact_sync.transfer import call_with_retries
@@ -71,6 +72,8 @@ class RestorePass:
         deadline: Ends the pass.
         tolerant: Go on without entries whose content is proven to be nowhere (deleted by somebody, or replaced without
             being preserved): the newest version at their path is taken, if there is one.
+        foreign: Paths that hold somebody else's files: their newest version is never taken.
+        watcher: Shows the progress, if it takes long.
     """
 
     trial: TrialDir
@@ -82,16 +85,23 @@ class RestorePass:
     retries: int
     deadline: Deadline
     tolerant: bool = False
+    foreign: Container[str] = ()
+    watcher: Watcher | None = None
     bytes_read: int = 0
     files_read: int = 0
     files_local: int = 0
     failures: dict[str, BaseException] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    found: dict[str, FileEntry] = field(default_factory=dict)
+    progress: TransferProgress = field(default_factory=lambda: TransferProgress("", files=0, bytes=0))
     _objects_now: Mapping[str, tuple[str, ...]] | None = None
     _listing: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, manifest: Manifest, *, exact: bool) -> RestoreReport:
         """Makes the working dir what the manifest lists.
+
+        Entries without a digest (see `FileEntry`) get what their path holds, if that has the size that was listed; the
+        report's manifest has their digests.
 
         Raises:
             IncompleteSyncError: Content of some entries is nowhere to be read; the others were restored.
@@ -117,12 +127,16 @@ class RestorePass:
         # Directories first, one thread: two fills that make the same parent would race.
         for parent in sorted({os.path.dirname(fill.entry.path) for fill in plan.fills} - {""}):
             self.working_dir.make_dir(parent)
-        run_all(
-            sorted(plan.fills, key=lambda fill: -fill.entry.size),
-            lambda fill: self.fill(fill, places.get(fill.entry.path)),
-            workers=self.max_concurrency,
-            deadline=self.deadline,
+        self.progress = TransferProgress(
+            f"Restoring {self.trial.name}", files=len(plan.fills), bytes=sum(fill.entry.size for fill in plan.fills)
         )
+        with watched_by(self.watcher, self.progress):
+            run_all(
+                sorted(plan.fills, key=lambda fill: -fill.entry.size),
+                lambda fill: self.fill(fill, places.get(fill.entry.path)),
+                workers=self.max_concurrency,
+                deadline=self.deadline,
+            )
         if self.failures:
             first = next(iter(self.failures.items()))
             raise IncompleteSyncError(
@@ -130,10 +144,12 @@ class RestorePass:
                 f"{self.trial.store.description}; the first: {first[0]}: {first[1]}",
                 failures=self.failures,
             )
-        lost = set(self.lost)
-        kept = {path: entry for path, entry in wanted.entries.items() if path not in lost}
+        if self.lost or self.found:
+            lost = set(self.lost)
+            kept = {path: entry for path, entry in wanted.entries.items() if path not in lost}
+            wanted = Manifest({**kept, **self.found}, wanted.token)
         return RestoreReport(
-            manifest=Manifest(kept, wanted.token) if self.lost else wanted,
+            manifest=wanted,
             exact=exact and not self.lost,
             lost=tuple(sorted(self.lost)),
             bytes_read=self.bytes_read,
@@ -164,7 +180,7 @@ class RestorePass:
         found: dict[str, LocalFile] = {}
         places: dict[str, str] = {}
         for entry in wanted:
-            for directory in directories if not entry.is_dir else ():
+            for directory in directories if entry.digest else ():
                 place = os.path.join(directory, entry.path)
                 if os.path.isfile(place) and not os.path.islink(place) and os.path.getsize(place) >= entry.size:
                     stat = os.stat(place)
@@ -192,11 +208,19 @@ class RestorePass:
 
     def fill(self, fill: Fill, leftover: str | None) -> None:
         """Fills one file from the first place that really holds its content."""
+        self.fill_counted(fill, leftover)
+        self.progress.file_done()
+
+    def fill_counted(self, fill: Fill, leftover: str | None) -> None:
+        """Fills one file, and notes what came of it."""
         errors: list[BaseException] = []
         try:
             if fill.local_source is not None and leftover is not None and self.fill_from_leftover(fill.entry, leftover):
                 return
-            for place in self.places(fill.entry):
+            if not fill.entry.digest:
+                self.fill_as_listed(fill.entry)
+                return
+            for place in self.tries(fill.entry, errors):
                 try:
                     self.fill_from_storage(fill.entry, place)
                 except (IntegrityError, ArtifactNotFoundError) as error:
@@ -207,13 +231,46 @@ class RestorePass:
                 return
             if self.tolerant:
                 self.lost.append(fill.entry.path)
-                self.take_newest(fill.entry.path)
+                if fill.entry.path in self.foreign:
+                    self.working_dir.remove(fill.entry.path)  # what was tried in vain
+                else:
+                    self.take_newest(fill.entry.path)
                 return
         except SyncTimeoutError:
             raise
         except (ArtifactSyncError, OSError) as error:
             errors.append(error)
         self.failures[fill.entry.path] = errors[0] if errors else ArtifactNotFoundError("nowhere to be found")
+
+    def fill_as_listed(self, entry: FileEntry) -> None:
+        """Fills a file of which only path and size are known."""
+
+        def chunks() -> Iterator[Buffer]:
+            for chunk in self.trial.store.read_chunks(entry.path):
+                self.deadline.check()
+                yield chunk
+
+        def fill() -> tuple[int, str]:
+            return self.working_dir.fill_unverified(entry.path, chunks(), mtime_ns=entry.mtime_ns)
+
+        try:
+            size, digest = call_with_retries(
+                fill, retries=self.retries, deadline=self.deadline, what=f"Reading {entry.path}"
+            )
+        except ArtifactNotFoundError:
+            if not self.tolerant:
+                raise
+            self.lost.append(entry.path)
+            self.working_dir.remove(entry.path)
+            return
+        if size != entry.size:
+            if not self.tolerant:
+                raise IntegrityError(f"{entry.path}: {size} bytes were read, but {entry.size} are listed.")
+            self.lost.append(entry.path)  # somebody writes it now; this is its newest version
+            return
+        self.found[entry.path] = replace(entry, digest=digest)
+        self.bytes_read += size
+        self.files_read += 1
 
     def take_newest(self, path: str) -> None:
         """Fills a file with whatever its path in storage holds; takes it away if that is nothing."""
@@ -225,6 +282,12 @@ class RestorePass:
                 self.working_dir.remove(path)
 
         call_with_retries(take, retries=self.retries, deadline=self.deadline, what=f"Reading {path}")
+
+    def tries(self, entry: FileEntry, errors: Sequence[BaseException]) -> Iterator[str]:
+        """The places; all of them once more if one had wrong bytes, which may have been so on the way only."""
+        yield from self.places(entry)
+        if any(isinstance(error, IntegrityError) for error in errors):
+            yield from self.places(entry)
 
     def places(self, entry: FileEntry) -> Iterator[str]:
         """Where storage may hold an entry's content, the surest first."""
@@ -252,18 +315,24 @@ class RestorePass:
             logger.debug("%s cannot be filled from %s: %s", entry.path, leftover, error)
             return False
         self.files_local += 1
+        self.progress.bytes_done(entry.size)
         return True
 
     def fill_from_storage(self, entry: FileEntry, place: str) -> None:
         """Fills a file from one place in storage."""
 
-        def chunks() -> Iterator[Buffer]:
+        def chunks(count: Callable[[int], None]) -> Iterator[Buffer]:
             for chunk in self.trial.chunks(entry, place):
                 self.deadline.check()
                 yield chunk
+                count(len(chunk))
+
+        def fill() -> None:
+            with counted(self.progress.bytes_done) as count:
+                self.working_dir.fill(entry, chunks(count))
 
         call_with_retries(
-            lambda: self.working_dir.fill(entry, chunks()),
+            fill,
             retries=self.retries,
             deadline=self.deadline,
             what=f"Reading {place}",

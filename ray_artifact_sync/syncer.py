@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.fs
 from ray.train._internal.syncer import Syncer
 
+from ray_artifact_sync import progress_bars
 from ray_artifact_sync.concurrency import Deadline, Operation, OperationThread
 from ray_artifact_sync.directory_sync import DirectorySync, sync_directory_down
 from ray_artifact_sync.driver_files import DriverFiles
@@ -27,8 +28,10 @@ from ray_artifact_sync.options import (
     SyncOptions,
 )
 from ray_artifact_sync.patterns import FnmatchExclude, Selection
+from ray_artifact_sync.progress import Watcher
 from ray_artifact_sync.registry import ArtifactRegistry
 from ray_artifact_sync.scan import SkipRule, take_all
+from ray_artifact_sync.session_log import log_fields
 from ray_artifact_sync.stores import ArtifactStore, open_uri
 
 logger = logging.getLogger(__name__)
@@ -39,12 +42,9 @@ Patterns = Iterable[str] | str
 class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type information here
     """Syncs directories with storage: only changes, in parallel, verified, in the background.
 
-    Handed to `SyncConfig(syncer=...)`, it says how a run's artifacts, checkpoints and experiment state travel. Alone,
-    it syncs any directory:
-
-        syncer = ArtifactSyncer()
-        syncer.sync_up("/data/plots", "s3://bucket/plots")
-        syncer.wait()
+    Handed to `configure(run_config, syncer=...)`, it says how a run's artifacts, checkpoints and experiment state
+    travel. Alone, it syncs any directory; each file that it writes is whole or absent, and nothing is deleted but by
+    `delete`.
 
     Keeps Ray's contract: `sync_up`, `sync_down` and `delete` start a background operation and return True, or return
     False while one is running; they never raise for a storage error. `wait` raises it.
@@ -57,13 +57,29 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
         history: Keep every version that a retained checkpoint needs, so that restoring it is exact.
         adopt_foreign_artifacts: On restoring another trial's checkpoint (PBT), take its artifacts too.
         on_error: `"warn"`: a failed sync of artifacts is logged and counted; `"raise"`: it fails the trial.
-        report_metrics: Add `artifact_sync/...` to every result of a trial.
+        report_metrics: Add `artifact_sync/...` to every result of a trial, and count in Ray's own metrics (dashboard,
+            Prometheus).
+        progress: Show a bar for transfers that take more than a few seconds. None: where a terminal shows it, that of
+            the driver for its workers; True: in workers always (Ray draws it on the driver); False: never.
         sync_period: Seconds between background syncs; used by `sync_up_if_needed` when the syncer works alone.
         sync_timeout: Seconds that one sync may take.
         storage_filesystem: What remote directories are paths on; without it they are URIs or absolute paths.
 
     Raises:
         ConfigurationError: An option makes no sense; it says which.
+
+    Example:
+        ```python
+        import os
+        from ray_artifact_sync import ArtifactSyncer
+
+        os.makedirs("plots", exist_ok=True)
+        with open("plots/loss.svg", "w") as file:
+            file.write("<svg/>")
+        syncer = ArtifactSyncer(exclude=["*.tmp"])
+        assert syncer.sync_up(os.path.abspath("plots"), "s3://bucket/plots")
+        syncer.wait()
+        ```
     """
 
     def __init__(
@@ -77,6 +93,7 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
         adopt_foreign_artifacts: bool = False,
         on_error: OnError = "warn",
         report_metrics: bool = True,
+        progress: bool | None = None,
         sync_period: float = DEFAULT_SYNC_PERIOD,
         sync_timeout: float | None = DEFAULT_SYNC_TIMEOUT,
         storage_filesystem: pyarrow.fs.FileSystem | None = None,
@@ -89,12 +106,16 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
         self.adopt_foreign_artifacts = adopt_foreign_artifacts
         self.on_error: OnError = on_error
         self.report_metrics = report_metrics
+        self.progress = progress
         self.storage_filesystem = storage_filesystem
         self._on_driver = False
+        self._driver_has_terminal = False
         self._registry = ArtifactRegistry.default()
         self._reset_runtime()
         self.options()  # tells bad options now
 
+    progress: bool | None = None  # in experiments of releases that had no bars
+    _driver_has_terminal = False
     last_sync_up_time: float
     last_sync_down_time: float
 
@@ -122,6 +143,10 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
             sync_timeout=others.pop("sync_timeout", self.sync_timeout),
             **others,
         )
+
+    def watcher(self) -> Watcher | None:
+        """Who shows the progress of transfers in this process; None for nobody."""
+        return progress_bars.watcher(self.progress, driver_has_terminal=self._driver_has_terminal)
 
     def bind(
         self,
@@ -171,7 +196,12 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
         rule = self._rule(exclude)
         return self._launch(
             lambda deadline: sync_directory_down(
-                self._open(remote_dir), local_dir, options=self.options(), deadline=deadline, rule=rule
+                self._open(remote_dir),
+                local_dir,
+                options=self.options(),
+                deadline=deadline,
+                rule=rule,
+                watcher=None if self._on_driver else self.watcher(),
             )
         )
 
@@ -265,13 +295,17 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
         directory = self._directories.get(key)
         if directory is None:
             directory = self._directories[key] = DirectorySync(
-                key[0], self._open(key[1]), options=self.options(), verify_remote=not self._on_driver
+                key[0],
+                self._open(key[1]),
+                options=self.options(),
+                verify_remote=not self._on_driver,
+                watcher=None if self._on_driver else self.watcher(),
             )
         if self._on_driver:
             if self._driver_files is None:
                 _warn_without_callback()
-                self._driver_files = DriverFiles(key[0], self._registry)
-            self._driver_files.before_sync(lambda trial: self._open(f"{key[1]}/{trial}"))
+                self._driver_files = DriverFiles(key[0], self._registry, max_concurrency=self.max_concurrency)
+            directory.forget(self._driver_files.before_sync(directory.store.below, directory.stored, deadline))
         directory.sync_up(deadline, rule)
 
     def _launch(self, command: Callable[[Deadline], object]) -> bool:
@@ -283,7 +317,11 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
                 try:
                     operation.wait()
                 except Exception as error:
-                    logger.warning("The last sync failed, and nobody waited for it: %s", error)
+                    logger.warning(
+                        "The last sync failed, and nobody waited for it: %s",
+                        error,
+                        extra=log_fields("directory_sync_failed", error=type(error).__name__, message=str(error)),
+                    )
             self._start(command)
             return True
 
@@ -293,6 +331,8 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
+        if not progress_bars.in_worker():
+            state["_driver_has_terminal"] = progress_bars.terminal_here()  # workers cannot know
         for name in ("_thread", "_lock", "_operation", "_command", "_directories", "_driver_files"):
             state.pop(name, None)
         return state
@@ -309,5 +349,6 @@ def _warn_without_callback() -> None:
         logger.warning(
             "This run has no ArtifactSyncCallback: Ray may end a trial's actor 10 s after the last result, before its "
             "artifacts are in storage. Use `ray_artifact_sync.configure(run_config)`, or add ArtifactSyncCallback() to "
-            "RunConfig(callbacks=...)."
+            "RunConfig(callbacks=...).",
+            extra=log_fields("no_callback"),
         )

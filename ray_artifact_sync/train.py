@@ -35,7 +35,7 @@ from ray_artifact_sync.collectives import Collective, SingleProcess, TorchCollec
 from ray_artifact_sync.concurrency import Deadline
 from ray_artifact_sync.entries import Manifest
 from ray_artifact_sync.errors import ArtifactSyncError, ConfigurationError
-from ray_artifact_sync.options import SyncOptions
+from ray_artifact_sync.metrics import SyncMetrics
 from ray_artifact_sync.ray_collective import RayCollective
 from ray_artifact_sync.registry import ArtifactRegistry
 from ray_artifact_sync.run_parts import MERGED, RunPartDir, open_part, rank_part
@@ -92,6 +92,18 @@ def artifacts(
             `~/ray_results` by default.
         dead_after: Seconds without a sign of life after which a rank counts as dead. Ray Train itself is quicker.
 
+    Example:
+        ```python
+        from ray_artifact_sync import train
+
+
+        def train_loop_per_worker(config):
+            with train.artifacts() as artifacts:
+                with open(artifacts.path / "log.txt", "a") as log:
+                    print("one step", file=log)
+                artifacts.report({"loss": 1.0}, checkpoint=None)
+        ```
+
     Yields:
         The directory, and how to report.
 
@@ -105,13 +117,14 @@ def artifacts(
         raise ConfigurationError(f"on_conflict must be one of {', '.join(ON_CONFLICT)}, not {on_conflict!r}.")
     place = _find_place(local_storage_path)
     collective = _collective(place, dead_after)
+    syncer = syncer or ArtifactSyncer()
     try:
         worker = _open_worker(
             place,
             Together(collective),
             merged=merged,
             on_conflict=on_conflict,
-            options=(syncer or ArtifactSyncer()).options(registry=ArtifactRegistry()),
+            syncer=syncer,
             base=os.fspath(local_dir) if local_dir is not None else place.local_base,
         )
         with _working_in(worker.path if chdir else None):
@@ -134,6 +147,17 @@ class WorkerArtifacts:
         rank: This worker's world rank.
         world_size: How many workers there are.
         restored: What was restored on entering; None without a checkpoint.
+
+    Example:
+        ```python
+        from ray_artifact_sync import train
+
+
+        def train_loop_per_worker(config):
+            with train.artifacts() as artifacts:
+                (artifacts.path / f"notes_{artifacts.rank}.txt").write_text(f"one of {artifacts.world_size}")
+                artifacts.sync()  # now; otherwise with the next checkpoint, in the background, and at the end
+        ```
     """
 
     def __init__(self, place: _Place, together: Together, session: TrialArtifacts, part: RunPartDir) -> None:
@@ -305,11 +329,13 @@ class WorkerArtifacts:
 
 
 def _open_worker(
-    place: _Place, together: Together, *, merged: bool, on_conflict: OnConflict, options: SyncOptions, base: str
+    place: _Place, together: Together, *, merged: bool, on_conflict: OnConflict, syncer: ArtifactSyncer, base: str
 ) -> WorkerArtifacts:
     part = open_part(place.filesystem, place.run_dir, MERGED if merged else rank_part(place.rank))
-    token = agree_on_token(together, part)
+    options = syncer.options(registry=ArtifactRegistry())
+    token = agree_on_token(together, part, options)
     directory = os.path.join(base, rank_part(place.rank))
+    observer = SyncMetrics(place.run_dir.rstrip("/").rpartition("/")[2]) if _counts(syncer, place) else None
     session: TrialArtifacts
     if merged:
         session = ShardedTrial(
@@ -322,9 +348,19 @@ def _open_worker(
             on_conflict=on_conflict,
             own_dir=True,
             skip_checkpoints=True,
+            observer=observer,
+            watcher=syncer.watcher(),
         )
     else:
-        session = TrialArtifacts(directory, part.store, trial=part, token=token, options=options)
+        session = TrialArtifacts(
+            directory,
+            part.store,
+            trial=part,
+            token=token,
+            options=options,
+            observer=observer,
+            watcher=syncer.watcher(),
+        )
     session.begin(set_aside=True)
     worker = WorkerArtifacts(place, together, session, part)
     try:
@@ -334,6 +370,11 @@ def _open_worker(
         session.close(flush=False)
         raise
     return worker
+
+
+def _counts(syncer: ArtifactSyncer, place: _Place) -> bool:
+    """Whether Ray's metrics are there to count in: not in local mode, which needs no cluster."""
+    return syncer.report_metrics and not place.is_local
 
 
 @contextmanager

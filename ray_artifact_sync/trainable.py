@@ -27,6 +27,29 @@ class ArtifactSyncMixin:
     restore.
 
     Only active in a run whose `SyncConfig` has an `ArtifactSyncer`; elsewhere (also outside Tune) it does nothing.
+
+    Raises:
+        ConfigurationError: It stands after `tune.Trainable` in the bases; told when the class is defined.
+        ArtifactSyncError: A sync failed, with `ArtifactSyncer(on_error="raise")`; the trial fails then.
+
+    Example:
+        ```python
+        from ray import tune
+        from ray_artifact_sync import ArtifactSyncMixin
+
+
+        class Training(ArtifactSyncMixin, tune.Trainable):
+            def setup(self, config):
+                self.log = open("log.txt", "a", buffering=1)
+
+            def step(self):
+                print(f"step {self.iteration + 1}", file=self.log)
+                return {"done": self.iteration + 1 == 8}
+
+            def save_checkpoint(self, checkpoint_dir): ...
+
+            def load_checkpoint(self, checkpoint_dir): ...
+        ```
     """
 
     _artifact_storage: ArtifactStorageContext | None = None
@@ -56,6 +79,8 @@ class ArtifactSyncMixin:
         """Runs a step; flushes the artifacts if it raises or was the last one."""
         artifacts = self.artifacts
         self._artifact_fresh = False
+        if artifacts is not None:
+            artifacts.proceed()
         try:
             result = super().train()  # type: ignore[misc]
         except Exception:

@@ -234,17 +234,25 @@ class WorkingDir:
         finally:
             os.close(fd)
 
-    def fill_unverified(self, path: str, chunks: Iterable[Buffer]) -> None:
-        """Like `fill`, with whatever the chunks hold."""
+    def fill_unverified(self, path: str, chunks: Iterable[Buffer], *, mtime_ns: int = 0) -> tuple[int, str]:
+        """Like `fill`, with whatever the chunks hold.
+
+        Returns:
+            Their bytes and BLAKE3.
+        """
         self.clear_the_way(path)
         fd = _open_alone(self.local_path(path))
+        hasher, offset = blake3(), 0
         try:
-            offset = 0
             for chunk in chunks:
+                hasher.update(chunk)
                 offset += _write_at(fd, chunk, offset)
             os.ftruncate(fd, offset)
+            if mtime_ns:
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
         finally:
             os.close(fd)
+        return offset, hasher.hexdigest()
 
     def remove(self, path: str) -> None:
         """Takes a file away."""

@@ -22,6 +22,19 @@ def place_of(spec: dict) -> Place:
     return Place(spec["storage_path"], filesystem)
 
 
+def tuner_of_ray_alone(trainable: type, place: Place, tmp_path: Path, config: dict) -> tune.Tuner:
+    markers = tmp_path / "markers"
+    markers.mkdir(exist_ok=True)
+    run_config = tune.RunConfig(
+        name="exp",
+        sync_config=tune.SyncConfig(sync_artifacts=True),
+        checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=4),
+        verbose=0,
+        **place.run_options,
+    )
+    return tune.Tuner(trainable, param_space={**config, "markers": str(markers)}, run_config=run_config)
+
+
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     cloudpickle.register_pickle_by_value(trainables)
@@ -36,6 +49,8 @@ def main() -> None:
             **spec.get("restore_options", {}),
         )
         results = restored.fit()
+    elif spec.get("plain"):
+        results = tuner_of_ray_alone(trainable, place, tmp_path, spec["config"]).fit()
     else:
         results = tuner(trainable, place, tmp_path, spec["config"], **spec.get("options", {})).fit()
     print(json.dumps({"path": results[0].path, "error": str(results[0].error or "")}))

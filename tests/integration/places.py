@@ -10,6 +10,7 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
+from tests.support.azure_server import CONTAINER
 from tests.support.s3_servers import BUCKET
 
 
@@ -45,3 +46,7 @@ def local_place(tmp_path: Path) -> Place:
 
 def s3_place(tmp_path: Path, filesystem: Any) -> Place:
     return Place(f"{BUCKET}/{uuid.uuid4().hex}", filesystem, tmp_path / "fetched")
+
+
+def azure_place(tmp_path: Path, filesystem: Any) -> Place:
+    return Place(f"{CONTAINER}/{uuid.uuid4().hex}", filesystem, tmp_path / "fetched")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from ray import tune
@@ -25,6 +26,23 @@ def test_killed_after_a_checkpoint(ray_cluster, place, tmp_path, wipe, open_in_s
     assert (tmp_path / "markers/rewritten_at_restore").read_text() == "version 4\n"
     printed = (directory / "stdout").read_text().splitlines()
     assert [line for line in printed if line.startswith("printed")] == [f"printed in step {n}" for n in range(1, 9)]
+
+
+def test_newer_data_on_the_same_node_is_set_aside(ray_cluster, place, tmp_path):
+    """Restored as of the checkpoint; what the killed attempt had written since is kept, and never uploaded."""
+
+    class Looking(Logging):
+        def load_checkpoint(self, checkpoint_dir):
+            super().load_checkpoint(checkpoint_dir)
+            aside = list(Path(".ray_artifact_sync/set_aside").glob("*/log.txt"))
+            self.mark("set_aside", "|".join(path.read_text() for path in aside))
+
+    results = tuner(Looking, place, tmp_path, {"crash_at": 6}).fit()
+    directory = trial_dir(place, results[0])
+    check_exact(directory)
+    assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
+    assert (tmp_path / "markers/set_aside").read_text().split() == LINES[:6]
+    assert not list(directory.rglob("set_aside"))
 
 
 def test_killed_before_the_first_checkpoint_starts_clean(ray_cluster, place, tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from pathlib import Path
 
 import pytest
 from ray import tune
@@ -120,6 +123,34 @@ def test_time_budget(ray_cluster, place, tmp_path):
     assert (directory / "cleanup.txt").exists()
 
 
+def test_the_old_actor_is_still_stopping_when_the_new_one_begins(ray_cluster, place, tmp_path):
+    """Ray starts the next attempt while `cleanup()` of the last one runs, in the same working dir."""
+
+    class SlowEnd(Logging):
+        def setup(self, config):
+            super().setup(config)
+            self.mark(f"began_{os.getpid()}")
+
+        def cleanup(self):
+            others = len(list(Path(self.cfg["markers"]).glob("began_*")))
+            ends = time.monotonic() + 5
+            while self.n == 6 and time.monotonic() < ends and others == 1:  # the attempt that raised
+                time.sleep(0.05)
+            Path(f"end_of_{os.getpid()}.txt").write_text("written in cleanup()")
+            super().cleanup()
+
+    results = tuner(SlowEnd, place, tmp_path, {"crash_at": 6, "crash": "raise"}).fit()
+    directory = trial_dir(place, results[0])
+    check_exact(directory)
+    assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
+    first, last = sorted((tmp_path / "markers").glob("began_*"), key=lambda path: path.stat().st_mtime_ns)
+    listed = json.loads((directory / ".ray_artifact_sync/manifest.json").read_text())["entries"]
+    ends = {f"end_of_{path.name.partition('_')[2]}.txt": path for path in (first, last)}
+    assert [ends[name] for name in listed if name.startswith("end_of_")] == [last]
+    snapshot = json.loads(next((directory / "checkpoint_000001").glob(".ray_artifact_sync-*")).read_text())
+    assert not [name for name in snapshot["entries"] if name.startswith(("end_of_", "raised"))]
+
+
 def test_checkpoint_at_end(ray_cluster, place, tmp_path):
     results = tuner(Logging, place, tmp_path, {}, checkpoint={"checkpoint_at_end": True}).fit()
     directory = trial_dir(place, results[0])
@@ -129,7 +160,6 @@ def test_checkpoint_at_end(ray_cluster, place, tmp_path):
 
 def test_without_changing_the_directory(tmp_path):
     """`RAY_CHDIR_TO_TRIAL_DIR=0`: files that the trainable puts into its logdir are the artifacts."""
-    import os
     import subprocess
     import sys
 

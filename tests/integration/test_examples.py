@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,53 @@ def test_train_v2(tmp_path):
     assert len(logs) == 2
     for log in logs:
         assert log.splitlines()[1:] == [*(f"step {n}" for n in range(1, 9)), "the end"]
+
+
+def test_remote_uploader(tmp_path):
+    target = tmp_path / "run"
+    assert "Three checkpoints are in" in run_example("remote_uploader.py", str(target))
+    assert (target / "latest").read_text() == "step-3"
+    assert (target / "step-3/model.bin").stat().st_size == 3 * 1024
+
+
+def test_function_trainable(tmp_path):
+    output = run_example("function_trainable.py", "--storage-path", str(tmp_path / "runs"))
+    assert "Every step is in the log once: True. What `finally:` wrote is there: True." in output
+
+
+def test_callbacks(tmp_path):
+    output = run_example("callbacks.py", "--storage-path", str(tmp_path / "runs"))
+    assert "sub/summary.json   by the worker" in output
+
+
+def test_pbt(tmp_path):
+    output = run_example("pbt.py", "--storage-path", str(tmp_path / "runs"))
+    assert "one trained on 2 models" in output
+
+
+def test_restore_after_crash(tmp_path):
+    output = run_example("restore_after_crash.py", "--storage-path", str(tmp_path / "runs"))
+    assert "Resumed at step 4. Every step is in the log once: True" in output
+
+
+@pytest.mark.s3
+def test_s3():
+    assert "Every step is in the log once: True" in run_example("s3.py")
+
+
+def test_read_results(tmp_path):
+    output = run_example("read_results.py", "--storage-path", str(tmp_path / "runs"))
+    assert "As of checkpoint_000000:" in output
+
+
+def test_train_torch(tmp_path):
+    output = run_example("train_torch.py", "--storage-path", str(tmp_path / "runs"))
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip(output.strip())
+    assert "Every epoch is in both logs once: True" in output
+
+
+def test_every_example_is_tested():
+    examples = {path.name for path in QUICKSTART.parent.glob("*.py")}
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert not {name for name in examples if f'"{name}"' not in text} - {QUICKSTART.name}

@@ -46,6 +46,29 @@ def test_stopped_early_with_a_slow_finally(ray_cluster, place, tmp_path):
     assert (directory / "log.txt").read_text().split() == LINES[:5]
 
 
+@pytest.mark.parametrize("after", ["returns", "raises"])
+def test_written_after_the_last_report(ray_cluster, place, tmp_path, after):
+    """Nobody reports any more, and the function ends: what it wrote since lands."""
+
+    @with_artifacts
+    def late(config):
+        with open("log.txt", "a") as log:
+            log.write("before\n")
+        tune.report({"n": 1})
+        with open("log.txt", "a") as log:
+            log.write("after\n")
+        with open("summary.txt", "w") as file:
+            file.write("written after the last report")
+        if config["after"] == "raises":
+            raise RuntimeError("after the last report")
+
+    results = run(late, place, tmp_path, {"after": after}, max_failures=0).fit()
+    assert (results[0].error is not None) is (after == "raises")
+    directory = place.fetch(results[0].path)
+    assert (directory / "log.txt").read_text() == "before\nafter\n"
+    assert (directory / "summary.txt").read_text() == "written after the last report"
+
+
 def test_reused_actors_keep_trials_apart(ray_cluster, place, tmp_path):
     results = run(
         with_artifacts(function),

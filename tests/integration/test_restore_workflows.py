@@ -7,9 +7,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,67 +15,13 @@ from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 
 from ray_artifact_sync import ArtifactSyncer
+from tests.integration.drivers import kill_session, run_driver, start_driver, wait_for
 from tests.integration.places import Place, local_place, s3_place
 from tests.integration.runs import LINES, check_exact, trial_dir, tuner
 from tests.integration.trainables import Exploited, Logging
 from tests.support.s3_servers import filesystem_at
 
 pytestmark = pytest.mark.ray
-
-ROOT = Path(__file__).parents[2]
-
-
-def start_driver(tmp_path: Path, spec: dict) -> subprocess.Popen:
-    file = tmp_path / f"driver-{time.monotonic_ns()}.json"
-    file.write_text(json.dumps({"tmp_path": str(tmp_path), **spec}))
-    environment = {**os.environ, "RAY_AIR_NEW_OUTPUT": "0", "TUNE_GLOBAL_CHECKPOINT_S": "0"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.driver", str(file)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for(path: Path, driver: subprocess.Popen, seconds: float = 90) -> None:
-    ends = time.monotonic() + seconds
-    while not path.exists():
-        assert driver.poll() is None, "the driver ended early"
-        assert time.monotonic() < ends, f"{path} did not appear"
-        time.sleep(0.05)
-
-
-def kill_session(driver: subprocess.Popen, worker: int) -> None:
-    """The driver, the worker and all of the driver's Ray processes die at once, without a word."""
-    os.kill(worker, signal.SIGSTOP)
-    children = _descendants(driver.pid)
-    for pid in [driver.pid, *children, worker]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    driver.wait()
-
-
-def _descendants(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except (OSError, IndexError):
-                continue
-            if parent == pid:
-                found += [int(entry.name), *_descendants(int(entry.name))]
-    return found
-
-
-def run_driver(tmp_path: Path, spec: dict) -> dict:
-    driver = start_driver(tmp_path, spec)
-    out, _ = driver.communicate(timeout=150)
-    assert driver.returncode == 0, out
-    return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture
@@ -99,6 +43,23 @@ def test_tuner_restore_after_the_driver_was_killed(killed, place, tmp_path):
     assert not result["error"]
     check_exact(place.fetch(result["path"]))
     assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
+
+
+@pytest.mark.parametrize("place", ["local"], indirect=True)
+def test_unfinished_trials_that_are_not_resumed(killed, place, tmp_path):
+    """`resume_unfinished=False`: the trial counts as ended; its results, and what it had stored, stay readable."""
+    (directory,) = Path(place.storage_path).glob("exp/Logging_*")
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and "plots" in path.parts}
+    result = run_driver(
+        tmp_path,
+        {**killed, "restore": f"{place.storage_path}/exp", "restore_options": {"resume_unfinished": False}},
+    )
+    assert not result["error"]
+    assert Path(result["path"]) == directory
+    assert not (tmp_path / "markers/log_at_restore").exists(), "it was not run"
+    assert (directory / "log.txt").read_text().split() == LINES[:6]
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(before) == 6
 
 
 def test_moved_experiment(killed, place, tmp_path):
@@ -174,6 +135,28 @@ def test_deleted_checkpoints_take_their_snapshots_along(ray_cluster, place, tmp_
         if "digest" in entry
     }
     assert kept <= referenced
+
+
+@pytest.mark.s3
+def test_forced_syncs_are_bounded(ray_cluster, tmp_path, proxy):
+    """With `num_to_keep=1`, Ray forces a sync of the experiment for each checkpoint: each sends what changed, once."""
+    place = s3_place(tmp_path, filesystem_at(proxy.endpoint))
+    results = tuner(
+        Logging, place, tmp_path, {"steps": 8}, checkpoint={"checkpoint_frequency": 1, "num_to_keep": 1}
+    ).fit()
+    trial = results[0].path.rpartition("/")[2]
+    sent = Counter(
+        request.path.partition("/exp/")[2].replace(trial, "T") for request in proxy.log if request.kind == "put_object"
+    )
+    for n in range(1, 9):
+        assert sent[f"T/plots/{n}.bin"] == 1
+    assert sent["T/log.txt"] <= 8
+    assert sent["T/params.json"] == 1
+    assert sent["T/result.json"] <= 8
+    states = sum(count for name, count in sent.items() if name.startswith("experiment_state"))
+    # One for each checkpoint; at the beginning, and at the end.
+    assert states <= 8 + 3, sent
+    check_exact(trial_dir(place, results[0]))
 
 
 def pbt(place: Place, tmp_path: Path, config: dict, *, syncer=None, **options):

@@ -25,9 +25,9 @@ def once(marker: str) -> bool:
 class LoggingBody(tune.Trainable):
     """Writes a line a step, binary files, and a file that is rewritten.
 
-    Config: `crash_at` (step) and `crash` ("kill" or "raise"), `wipe` (remove the working dir with the crash, as when
-    the trial moves to another node), `sync_first` (sync before the crash, as a periodic sync would), `markers`
-    (directory for once-only files), `open_in_setup`, `steps`, `wait_at` (step; waits there for the file
+    Config: `crash_at`, `crash_again_at` (steps) and `crash` ("kill" or "raise"), `wipe` (remove the working dir with
+    the crash, as when the trial moves to another node), `sync_first` (sync before the crash, as a periodic sync would),
+    `markers` (directory for once-only files), `open_in_setup`, `steps`, `wait_at` (step; waits there for the file
     `markers/go_on`), `await_period` (before the crash, wait until a background sync has come by), `kill_in_save` (n:
     die at the end of the n-th save, after everything was uploaded).
     """
@@ -59,8 +59,9 @@ class LoggingBody(tune.Trainable):
         os.makedirs("plots", exist_ok=True)
         Path(f"plots/{self.n}.bin").write_bytes(hashlib.sha256(str(self.n).encode()).digest() * 1000)
         print(f"printed in step {self.n}", flush=True)
-        if self.n == self.cfg.get("crash_at") and once(f"{self.cfg['markers']}/crash"):
-            self.crash()
+        for name in ("crash", "crash_again"):
+            if self.n == self.cfg.get(f"{name}_at") and once(f"{self.cfg['markers']}/{name}"):
+                self.crash()
         if self.n == self.cfg.get("wait_at"):
             self.wait_for_go_on()
         return {"n": self.n, "done": self.n >= self.cfg.get("steps", self.steps)}
@@ -124,6 +125,65 @@ class LoggingBody(tune.Trainable):
 
 class Logging(ArtifactSyncMixin, LoggingBody):
     """With this library."""
+
+
+class StampedBody(LoggingBody):
+    """Each step leaves the id of its process."""
+
+    def step(self) -> dict:
+        Path("pid.txt").write_text(f"{os.getpid()}\n")
+        return super().step()
+
+
+class Stamped(ArtifactSyncMixin, StampedBody):
+    """With this library."""
+
+
+class SummarizingBody(LoggingBody):
+    """Writes a file that a callback writes, too; dies in the step `die_at`, when storage holds the driver's version."""
+
+    def step(self) -> dict:
+        import time
+
+        result = super().step()
+        Path("summary.json").write_text(f"worker {self.n}")
+        if self.n == self.cfg.get("die_at") and once(f"{self.cfg['markers']}/died"):
+            while not self.stored().startswith("driver"):
+                self.sync_now()
+                time.sleep(0.02)
+            self.die()
+        return result
+
+    def stored(self) -> str:
+        storage = self._storage
+        try:
+            with storage.storage_filesystem.open_input_stream(f"{storage.trial_fs_path}/summary.json") as stream:
+                return stream.read().decode()
+        except FileNotFoundError:
+            return ""
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        super().load_checkpoint(checkpoint_dir)
+        self.mark("summary_at_restore", Path("summary.json").read_text() if Path("summary.json").exists() else "none")
+
+
+class Summarizing(ArtifactSyncMixin, SummarizingBody):
+    """With this library."""
+
+
+class Summaries(tune.Callback):
+    """Writes a file into the trial dir on the driver, and declares nothing.
+
+    Args:
+        begin: The step from which on.
+    """
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        if result["n"] >= self.begin:
+            Path(trial.local_path, "summary.json").write_text(f"driver {result['n']}")
 
 
 class ReusableBody(LoggingBody):
