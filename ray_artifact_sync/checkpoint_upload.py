@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ray_artifact_sync import layout
@@ -18,6 +18,7 @@ from ray_artifact_sync.errors import (
 )
 from ray_artifact_sync.local_files import ConsistentReader
 from ray_artifact_sync.plan import PathState
+from ray_artifact_sync.progress import TransferProgress
 from ray_artifact_sync.stores.base import ArtifactStore
 from ray_artifact_sync.stores.posix import PosixStore
 from ray_artifact_sync.transfer import TransferEngine
@@ -50,10 +51,12 @@ def upload_checkpoint(source: ArtifactStore, engine: TransferEngine, name: str, 
     """
     files = list(_local_files(source.root) if isinstance(source, PosixStore) else _stored_files(source))
     failures: dict[str, BaseException] = {}
+    progress = TransferProgress(f"{name} of {engine.what}", files=len(files), bytes=sum(file.size for file in files))
 
     def work(file: _SourceFile) -> None:
         try:
-            file.send(engine, f"{name}/{file.path}", deadline)
+            file.send(engine, f"{name}/{file.path}", deadline, progress.bytes_done)
+            progress.file_done()
         except (ArtifactConflictError, SyncTimeoutError):
             raise
         except (ArtifactSyncError, OSError) as error:
@@ -63,7 +66,8 @@ def upload_checkpoint(source: ArtifactStore, engine: TransferEngine, name: str, 
     if isinstance(source, PosixStore):
         for path in _empty_dirs(source.root):
             engine.store.make_dir(f"{name}/{path}")
-    run_all(sorted(files, key=lambda file: -file.size), work, workers=engine.max_concurrency, deadline=deadline)
+    with engine.watched(progress):
+        run_all(sorted(files, key=lambda file: -file.size), work, workers=engine.max_concurrency, deadline=deadline)
     if failures:
         path, error = next(iter(failures.items()))
         raise IncompleteSyncError(
@@ -79,7 +83,7 @@ class _SourceFile:
     path: str
     size: int
 
-    def send(self, engine: TransferEngine, target: str, deadline: Deadline) -> None:
+    def send(self, engine: TransferEngine, target: str, deadline: Deadline, count: Callable[[int], None]) -> None:
         raise NotImplementedError
 
 
@@ -87,20 +91,21 @@ class _SourceFile:
 class _LocalFile(_SourceFile):
     local_path: str
 
-    def send(self, engine: TransferEngine, target: str, deadline: Deadline) -> None:
-        engine.put_file(target, ConsistentReader(self.local_path), self.size, _ANYTHING, deadline)
+    def send(self, engine: TransferEngine, target: str, deadline: Deadline, count: Callable[[int], None]) -> None:
+        engine.put_file(target, ConsistentReader(self.local_path), self.size, _ANYTHING, deadline, count=count)
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredFile(_SourceFile):
     store: ArtifactStore
 
-    def send(self, engine: TransferEngine, target: str, deadline: Deadline) -> None:
+    def send(self, engine: TransferEngine, target: str, deadline: Deadline, count: Callable[[int], None]) -> None:
         stored = engine.call(
             f"Copying {self.path}",
             lambda: engine.store.put(target, self.store.read_chunks(self.path), size_hint=self.size),
             deadline,
         )
+        count(stored.size)
         if stored.size != self.size:
             raise StorageError(f"{target} has {stored.size} bytes instead of {self.size}.")
 

@@ -30,6 +30,15 @@ class Collective(Protocol):
     Attributes:
         rank: This one's number, from 0.
         world_size: How many there are.
+
+    Example:
+        ```python
+        from ray_artifact_sync.collectives import Collective, SingleProcess
+
+        collective = SingleProcess()
+        assert isinstance(collective, Collective)
+        assert collective.allgather("here") == ["here"]
+        ```
     """
 
     @property
@@ -81,7 +90,18 @@ class TorchCollective:
             ends.
 
     Raises:
-        ConfigurationError: torch.distributed is not initialised, or has no gloo.
+        ConfigurationError: torch is missing, torch.distributed is not initialised, or has no gloo.
+
+    Example:
+        ```python
+        from ray_artifact_sync import ConfigurationError
+        from ray_artifact_sync.collectives import TorchCollective
+
+        try:
+            collective = TorchCollective()  # after torch.distributed.init_process_group()
+        except ConfigurationError as error:
+            print(error)
+        ```
     """
 
     def __init__(self, ranks: list[int] | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:

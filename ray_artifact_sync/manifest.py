@@ -9,7 +9,8 @@ order, then for the document itself, put `entries` on top and take `removed` awa
     {"format": 1, "kind": "snapshot", "token": "...", "trial": "...", "checkpoint": "checkpoint_000003",
      "layers": [{"name": "<token>-000001.json", "digest": "<blake3>", "count": 3000}],
      "entries": {"log.txt": {"size": 12, "digest": "<blake3>", "mtime_ns": 1}, "plots": {"dir": true}},
-     "removed": ["gone.txt"]}
+     "removed": ["gone.txt"],
+     "digest": "<blake3 of all bytes before this key's comma>"}
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ INLINE_ENTRIES = 128
 """Changes a document holds itself; two documents of this many entries stay below 64 KiB."""
 MERGE_RATIO = 4
 """A layer swallows the one below unless that is more than so many times larger."""
-MAX_DOCUMENT_BYTES = 1 << 30
-"""Larger documents are refused unread (about 5 million entries)."""
+MAX_DOCUMENT_BYTES = 64 << 20
+"""Larger documents are refused unread; beyond `INLINE_ENTRIES` changes, ours name only what is displaced."""
+MAX_LAYER_BYTES = 1 << 30
+MAX_ENTRIES = 5_000_000
+"""Layers end here; all of a document's together at twice that."""
 MAX_LAYERS = 64
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_LAYER_NAME = re.compile(rf"[0-9]{{{layout.TOKEN_DIGITS}}}-[0-9]{{6,20}}\.json")
+_SEAL = re.compile(rb',"digest":"([0-9a-f]{64})"\}\Z')
+_SEAL_BYTES = 77
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_ENTRY_BYTES = 15  # "a":{"dir":true}
+_OTHER_CONTAINERS = 100  # the document itself, its lists, its layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,18 @@ def encode(document: Document) -> bytes:
         body["removed"] = sorted(document.changes.removed)
     if document.displaced:
         body["displaced"] = sorted(document.displaced)
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    return _sealed(json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8"))
+
+
+def _sealed(data: bytes) -> bytes:
+    """A JSON object with one more key at its end: the digest of all bytes before it."""
+    return data[:-1] + f',"digest":"{blake3(data[:-1]).hexdigest()}"}}'.encode()
+
+
+def _is_damaged(data: bytes) -> bool:
+    """Whether a document is not what its seal says; one without a seal may have been written by hand."""
+    seal = _SEAL.search(data, max(0, len(data) - _SEAL_BYTES))
+    return seal is not None and blake3(data[: seal.start()]).hexdigest() != seal.group(1).decode()
 
 
 def _encode_entry(entry: FileEntry) -> dict[str, Any]:
@@ -118,19 +136,24 @@ def _encode_entry(entry: FileEntry) -> dict[str, Any]:
     return {"size": entry.size, "digest": entry.digest, "mtime_ns": entry.mtime_ns}
 
 
-def decode(data: bytes, *, kind: str, where: str) -> Document:
+def decode(data: bytes, *, kind: str, where: str, count: int | None = None) -> Document:
     """Parses and checks a document from storage; nothing in it is trusted.
 
     Args:
         data: The bytes.
         kind: The kind that it must be.
         where: Its place, for error messages.
+        count: The changes that it must have (a layer's).
 
     Raises:
         ManifestError: It is no valid document of this kind, or of a format version that this release does not know.
     """
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise ManifestError(f"{where} has {len(data)} bytes; documents end at {MAX_DOCUMENT_BYTES}.")
+    limit = MAX_LAYER_BYTES if kind == "layer" else MAX_DOCUMENT_BYTES
+    if len(data) > limit:
+        raise ManifestError(f"{where} has {len(data)} bytes; documents end at {limit}.")
+    _check_shape(data, where, MAX_ENTRIES if count is None else count)
+    if _is_damaged(data):
+        raise ManifestError(f"{where} is damaged: its digest is not that of its content.")
     try:
         body = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -143,7 +166,7 @@ def decode(data: bytes, *, kind: str, where: str) -> Document:
             "Install a newer ray-artifact-sync."
         )
     check = _Checker(where)
-    return Document(
+    document = Document(
         kind=kind,
         token=check.token(body.get("token")),
         changes=Changes(check.entries(body.get("entries", {})), check.removed(body.get("removed", []))),
@@ -152,6 +175,25 @@ def decode(data: bytes, *, kind: str, where: str) -> Document:
         checkpoint=check.text(body.get("checkpoint", ""), "checkpoint"),
         displaced=check.removed(body.get("displaced", [])),
     )
+    if count is not None and len(document.changes) != count:
+        raise check.fail(f"has {len(document.changes)} changes, not {count}")
+    return document
+
+
+def _check_shape(data: bytes, where: str, entries: int) -> None:
+    """Refuses what cannot be a document before it is parsed: parsed, `[[],[], ...` takes 20 times its bytes.
+
+    Args:
+        data: The bytes.
+        where: For the message.
+        entries: The most entries that it may have; each is one object of at least `_ENTRY_BYTES`.
+    """
+    most = min(entries, len(data) // _ENTRY_BYTES) + _OTHER_CONTAINERS
+    if data.count(b"{") + data.count(b"[") <= most:
+        return
+    bare = _STRING.sub(b"", data)  # file names may be made of braces
+    if bare.count(b"{") + bare.count(b"[") > most:
+        raise ManifestError(f"{where} has more objects and lists than a document can have. It is damaged or not ours.")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -210,7 +252,7 @@ class _Checker:
         size, digest, mtime_ns = body.get("size"), body.get("digest"), body.get("mtime_ns", 0)
         if type(size) is not int or not 0 <= size < 1 << 63:
             raise self.fail(f"has the impossible size {_short(size)} for {path!r}")
-        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        if not isinstance(digest, str) or not layout.is_digest(digest):
             raise self.fail(f"has a malformed digest for {path!r}")
         if type(mtime_ns) is not int or not -1 << 63 <= mtime_ns < 1 << 63:  # before 1970 is odd, not wrong
             raise self.fail(f"has the impossible mtime_ns {_short(mtime_ns)} for {path!r}")
@@ -224,17 +266,20 @@ class _Checker:
     def layers(self, value: object) -> tuple[LayerRef, ...]:
         if not isinstance(value, list) or len(value) > MAX_LAYERS:
             raise self.fail("has a malformed list of layers")
-        return tuple(self.layer(item) for item in value)
+        layers = tuple(self.layer(item) for item in value)
+        if sum(ref.count for ref in layers) > 2 * MAX_ENTRIES:
+            raise self.fail(f"refers to layers with more than {2 * MAX_ENTRIES} changes")
+        return layers
 
     def layer(self, item: object) -> LayerRef:
         if (
             isinstance(item, dict)
             and isinstance(name := item.get("name"), str)
-            and _LAYER_NAME.fullmatch(name)
+            and layout.is_layer_name(name)
             and isinstance(digest := item.get("digest"), str)
-            and _DIGEST.fullmatch(digest)
+            and layout.is_digest(digest)
             and type(count := item.get("count")) is int
-            and count >= 0
+            and 0 <= count <= MAX_ENTRIES
         ):
             return LayerRef(name, digest, count)
         raise self.fail(f"refers to the malformed layer {_short(item)}")

@@ -35,6 +35,7 @@ class SyncOptions:
         on_error: What a failed sync does: `"warn"` logs and counts it, `"raise"` raises it.
         sync_period: Seconds between background syncs; 0 for none.
         sync_timeout: Seconds that one sync may take.
+        journal: Note in the trial dir what each sync, checkpoint and restore did.
         predecessor_wait: Seconds that a new attempt waits for an older one that still lives in the same working dir.
     """
 
@@ -47,6 +48,7 @@ class SyncOptions:
     on_error: OnError = "warn"
     sync_period: float = DEFAULT_SYNC_PERIOD
     sync_timeout: float | None = DEFAULT_SYNC_TIMEOUT
+    journal: bool = True
     predecessor_wait: float = 60.0
 
     def __post_init__(self) -> None:

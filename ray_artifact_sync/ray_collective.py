@@ -124,6 +124,21 @@ class RayCollective:
 
     Raises:
         SyncTimeoutError: Not all ranks came.
+
+    Example:
+        ```python
+        import ray
+        from ray_artifact_sync.ray_collective import RayCollective
+
+
+        @ray.remote(num_cpus=0.5)
+        def work(rank, world_size):
+            with RayCollective("example", rank, world_size) as collective:
+                return collective.allgather(rank * 10)
+
+
+        assert ray.get([work.remote(rank, 2) for rank in range(2)]) == [[0, 10], [0, 10]]
+        ```
     """
 
     def __init__(

@@ -58,6 +58,16 @@ class ArtifactRegistry:
     Attributes:
         owners: Name and anchored patterns of each owner, in order. Where two own a path, the first
             is named.
+
+    Example:
+        ```python
+        from ray_artifact_sync import ArtifactRegistry
+
+        registry = ArtifactRegistry.default().with_owner("nightly job", "nightly/", "!nightly/notes.txt")
+        assert registry.owner_of("nightly/report.html").name == "nightly job"
+        assert registry.owner_of("nightly/notes.txt") is None
+        assert registry.owner_of("progress.csv").name == "CSVLoggerCallback"
+        ```
     """
 
     owners: tuple[tuple[str, tuple[str, ...]], ...] = ()

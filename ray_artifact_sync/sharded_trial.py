@@ -7,6 +7,7 @@ the same step, so that no rank waits for one that has given up; nothing is commi
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import os
@@ -14,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.collectives import Collective, directory_id
-from ray_artifact_sync.concurrency import Deadline, run_all
+from ray_artifact_sync.concurrency import Deadline, Pacer, run_all
 from ray_artifact_sync.entries import FileEntry, LocalFile, Manifest, Skip
 from ray_artifact_sync.errors import (
     ArtifactConflictError,
@@ -28,11 +30,14 @@ from ray_artifact_sync.errors import (
     WorkerDiedError,
     portable,
 )
+from ray_artifact_sync.journal import MAX_SENT, SentFile
 from ray_artifact_sync.manifest import ManifestStack
 from ray_artifact_sync.options import SyncOptions
 from ray_artifact_sync.plan import PathState, parents, plan_sync_up
+from ray_artifact_sync.progress import Watcher
 from ray_artifact_sync.scan import Scan, as_local_files, hash_local_file, scan_tree
 from ray_artifact_sync.session import TrialArtifacts
+from ray_artifact_sync.session_events import Observer
 from ray_artifact_sync.sharding import (
     Assignment,
     Content,
@@ -48,7 +53,7 @@ from ray_artifact_sync.sharding import (
 from ray_artifact_sync.stores.base import ArtifactStore
 from ray_artifact_sync.sync_down import RestoreReport
 from ray_artifact_sync.sync_up import HASHING_THREADS, SyncPass, SyncReport
-from ray_artifact_sync.transfer import TransferEngine
+from ray_artifact_sync.transfer import TransferEngine, call_with_retries
 from ray_artifact_sync.trial_dir import TrialDir, TrialWriter
 
 logger = logging.getLogger(__name__)
@@ -130,13 +135,21 @@ def of_rank(error: BaseException, rank: int) -> BaseException:
     return ArtifactSyncError(f"Rank {rank}: {type(error).__name__}: {error}", ranks=(rank,))
 
 
-def agree_on_token(together: Together, trial: TrialDir) -> str:
+def agree_on_token(together: Together, trial: TrialDir, options: SyncOptions) -> str:
     """A token for this attempt: the same on all ranks, larger than every one before, whatever the clocks say.
 
     Raises:
         StorageError: Storage cannot be read.
     """
-    newest = together.all("newest token", lambda: TrialWriter(trial, "").newest_token())
+    what = "Reading the newest token"
+    ask = partial(
+        call_with_retries,
+        TrialWriter(trial, "").newest_token,
+        retries=options.retries,
+        deadline=Deadline(options.sync_timeout, what),
+        what=what,
+    )
+    newest = together.all("newest token", ask)
     return together.on_first(
         "token", lambda: layout.make_token(max(time.time_ns(), *(int(token or 0) + 1 for token in newest)))
     )
@@ -153,6 +166,8 @@ class _Sent:
     error: BaseException | None = None
     bytes_sent: int = 0
     files_sent: int = 0
+    bytes_changed: int = 0
+    most_sent: tuple[SentFile, ...] = ()
 
 
 class ShardedTrial(TrialArtifacts):
@@ -171,6 +186,8 @@ class ShardedTrial(TrialArtifacts):
         own_dir: The directory is this rank's alone, and `begin` is called: it is locked and taken over.
         always_commit: Commit also what equals the head.
         skip_checkpoints: Leave out directories that look like Ray's checkpoints.
+        observer: On rank 0: is told what all ranks did.
+        watcher: Shows the progress of this rank's transfers.
     """
 
     def __init__(
@@ -188,13 +205,17 @@ class ShardedTrial(TrialArtifacts):
         own_dir: bool = False,
         always_commit: bool = False,
         skip_checkpoints: bool = False,
+        observer: Observer | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         super().__init__(
             local_dir if local_dir is not None else os.devnull,
             store,
             trial=trial,
             token=token,
-            options=replace(options, sync_period=0.0),
+            options=replace(options, sync_period=0.0, journal=options.journal and together.rank == 0),
+            observer=observer if together.rank == 0 else None,
+            watcher=watcher,
         )
         self.merged_metadata: dict[str, Any] = {}
         self._local_dir = local_dir
@@ -234,6 +255,7 @@ class ShardedTrial(TrialArtifacts):
 
         def claim() -> tuple[bool, bool | None]:
             existed = self._request(self._writer.claim, deadline, "Claiming the trial dir")
+            self._request(self._writer.settle, deadline, "Finding out what the store can do")
             return existed, self.store.can_precondition
 
         existed, can_precondition = self._together.on_first("claim", claim)
@@ -247,10 +269,12 @@ class ShardedTrial(TrialArtifacts):
 
         self._together.all("learn", learn)
         self._opened = True
+        self._events.begun(self._known.stack.manifest)
 
-    def _sync(self, deadline: Deadline) -> SyncReport:
+    def _sync(self, deadline: Deadline, pacer: Pacer | None = None) -> SyncReport:  # noqa: ARG002  (never in the background)
         started = time.monotonic()
         self._open(deadline)
+        before, requests, retries = self._known.stack, self._engine.requests, self._engine.retries_made
         assignment = self._agree(deadline)
         kept = len(self._known.mirror.preserved)
         self._make_way(assignment, deadline)
@@ -261,6 +285,13 @@ class ShardedTrial(TrialArtifacts):
             self._tidy(deadline, list_checkpoints=False)
         report = replace(report, seconds=time.monotonic() - started)
         self.stats.seconds += report.seconds
+        self._events.synced(
+            report,
+            seconds=report.seconds,
+            requests=self._engine.requests - requests,
+            retries=self._engine.retries_made - retries,
+            committed=self._known.stack is not before,
+        )
         self._log.success(report)
         return report
 
@@ -387,6 +418,12 @@ class ShardedTrial(TrialArtifacts):
             sum(sent.files_sent for sent in said),
             skips=(*self._scan.skips, *sync_pass.skips),
             failures=failures,
+            bytes_changed=sum(sent.bytes_changed for sent in said),
+            most_sent=tuple(
+                heapq.nlargest(
+                    MAX_SENT, (file for sent in said for file in sent.most_sent), key=lambda file: file.bytes_sent
+                )
+            ),
         )
         if failures:
             incomplete = self._incomplete(report)
@@ -425,7 +462,7 @@ class ShardedTrial(TrialArtifacts):
             if rank == self._together.rank and name in local
         }
         try:
-            self._check_writer()
+            self._request(self._check_writer, sync_pass.deadline, "Looking at the claim")
             if files:
                 with self._exclusive(sync_pass.deadline):
                     report = sync_pass.run_files(files)
@@ -446,6 +483,8 @@ class ShardedTrial(TrialArtifacts):
             error,
             sync_pass.bytes_sent,
             sync_pass.files_sent,
+            sync_pass.bytes_changed,
+            tuple(sync_pass.most_sent),
         )
 
     # --- what rank 0 does for all ---------------------------------------------------------------------
@@ -478,7 +517,7 @@ class ShardedTrial(TrialArtifacts):
         self._known.snapshots.pop(name, None)
         self._known.retained.pop(name, None)
 
-    def _finish_checkpoint(self, name: str, stack: ManifestStack, deadline: Deadline) -> None:
+    def _finish_checkpoint(self, name: str, stack: ManifestStack, deadline: Deadline, started: float) -> None:
         known = self._known
         known.retained[name] = stack
         known.snapshots[name] = (f"{name}/{layout.snapshot_name(self.token)}",)
@@ -488,6 +527,10 @@ class ShardedTrial(TrialArtifacts):
         )
         known.in_flight = None
         self._tidy(deadline, list_checkpoints=True)
+        self._events.checkpointed(name, seconds=time.monotonic() - started, error=None)
+
+    def _is_untidy(self) -> bool:
+        return bool(self._known.objects(self.token))  # the same on all ranks
 
     def _tidy(self, deadline: Deadline, *, list_checkpoints: bool) -> None:
         known = self._known
@@ -507,7 +550,18 @@ class ShardedTrial(TrialArtifacts):
 
     # --- the way back -----------------------------------------------------------------------------------
 
-    def _bring_back(self, stack: ManifestStack, deadline: Deadline, *, exact: bool, fresh: bool) -> RestoreReport:
+    def _newest(self, *, fresh: bool) -> ManifestStack:
+        return self._known.found if fresh else self._known.stack  # what was never committed is not of all ranks
+
+    def _bring_back(
+        self,
+        stack: ManifestStack,
+        deadline: Deadline,
+        *,
+        exact: bool,
+        fresh: bool,
+        record: str = "",  # noqa: ARG002  (only for what is not of all ranks)
+    ) -> RestoreReport:
         def bring_back() -> RestoreReport:
             with self._exclusive(deadline):
                 restore = self._restore_pass(self.trial, self._known.objects(self.token), deadline, fresh=fresh)
@@ -528,6 +582,7 @@ class ShardedTrial(TrialArtifacts):
     def _note_failure(self, error: BaseException) -> None:
         if self.options.on_error == "raise":
             self.stats.failed_syncs += 1  # the caller hears of it
+            self._events.failed(error)
         else:
             super()._note_failure(error)
 

@@ -72,13 +72,7 @@ class ShardedUpload:
     """One directory on storage that many workers fill together.
 
     Nothing is uploaded before all ranks agree that there is no conflict, and the set is committed when all ranks have
-    said that their part is in storage. Every rank makes the same calls in the same order:
-
-        sharded = ShardedUpload("s3://bucket/model", RayCollective("model", rank, world_size))
-        with sharded.store_path(metadata={"step": 100}) as path:
-            save_shard(os.path.join(path, f"shard_{rank}.bin"))
-        with sharded.restore_path(selector=lambda path: path.endswith(f"_{rank}.bin")) as path:
-            ...
+    said that their part is in storage. Every rank makes the same calls in the same order.
 
     **Atomicity.** The set that was there before stays whole, and is what readers see, until the new one is committed by
     one write; this holds when any rank is killed at any moment. A rank that dies makes the others fail: at once or
@@ -99,6 +93,22 @@ class ShardedUpload:
 
     Raises:
         ConfigurationError: An option makes no sense.
+
+    Example:
+        One process alone; many pass a collective, such as `RayCollective("model", rank, world_size)`.
+
+        ```python
+        import os
+        from ray_artifact_sync import ShardedUpload
+
+        sharded = ShardedUpload("s3://bucket/model")
+        with sharded.store_path(metadata={"step": 100}) as path:
+            with open(os.path.join(path, f"shard_{sharded.rank}.bin"), "wb") as file:
+                file.write(b"weights")
+        with sharded.restore_path(selector="shard_0.bin".__eq__) as path:
+            assert os.listdir(path) == ["shard_0.bin"]
+        assert sharded.metadata() == {"step": 100}
+        ```
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class ShardedUpload:
             max_concurrency=max_concurrency,
             retries=retries,
             sync_timeout=sync_timeout,
+            journal=False,
             on_error="raise",
         )
         self._together = Together(collective or SingleProcess())
@@ -160,7 +171,7 @@ class ShardedUpload:
             StorageError: Storage refused the bookkeeping.
         """
         trial = SetDir(self.store, self.store.description)
-        token = agree_on_token(self._together, trial)
+        token = agree_on_token(self._together, trial, self._options)
         sharded = ShardedTrial(
             None if local_dir is None else os.path.abspath(os.fspath(local_dir)),
             self.store,
@@ -291,12 +302,12 @@ class ShardedUpload:
         """
         path = f"{layout.METADATA}/{self.manifest().token}.json"
         try:
-            data = self._request(lambda: self.store.read(path), "Reading the metadata")
+            data = self._request(lambda: self.store.read(path, limit=layout.MAX_LIST_BYTES), "Reading the metadata")
         except ArtifactNotFoundError:
             return {}
         try:
             found = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise ManifestError(f"{self.store.description}/{path} is damaged.")

@@ -60,10 +60,6 @@ _ABANDONED_SECONDS = 60.0
 class RemoteUploader:
     """Uploads files in the background; each upload is a future.
 
-        with RemoteUploader("s3://bucket/run-1") as uploader:
-            saved = [uploader.upload_file_async("step-10/model.pt", path, overwrite=True)]
-            uploader.publish_after(saved, "latest", b"step-10")
-
     An upload is atomic: readers see the whole file or what was there before. Uploads to one remote path happen in the
     order in which they were asked for; those to different paths in any order. All methods may be called from any
     thread. A forked child cannot use its parent's uploader.
@@ -86,6 +82,19 @@ class RemoteUploader:
         StoragePermissionError: The credentials do not allow to write there.
         StorageError: Storage cannot be reached, or refused a first small write.
         ConfigurationError: Options that cannot work.
+        StagingError: No directory for the copies can be made.
+
+    Example:
+        ```python
+        from ray_artifact_sync import RemoteUploader
+
+        with open("model.pt", "wb") as file:
+            file.write(b"weights")
+        with RemoteUploader("s3://bucket/run-1") as uploader:
+            saved = [uploader.upload_file_async("step-10/model.pt", "model.pt", overwrite=True)]
+            uploader.publish_after(saved, "latest", "step-10")
+        assert saved[0].result().size == 7
+        ```
     """
 
     def __init__(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -29,7 +31,8 @@ from ray import cloudpickle, tune
 from ray.tune.schedulers import PopulationBasedTraining
 
 import ray_artifact_sync
-from ray_artifact_sync import ArtifactSyncer, configure, with_artifacts
+from ray_artifact_sync import ArtifactSyncer, ArtifactSyncMixin, configure, restore_tuner, with_artifacts
+from tests.integration import drivers
 from tests.integration import trainables as t
 from tests.integration.places import Place, local_place, s3_place
 from tests.integration.runs import LINES
@@ -62,6 +65,7 @@ class Side:
             verbose=0,
             **(place or self.local).run_options,
             stop=options.pop("stop", None),
+            callbacks=options.pop("callbacks", None),
         )
         return tune.Tuner(
             trainable,
@@ -247,6 +251,69 @@ def _(side: Side) -> str:
             if count:
                 said.append(f"{count} lines {what}")
     return "; ".join(said) or "exact"
+
+
+@scenario("an experiment that began on Ray alone; a step raised, resumed on the same node: log")
+def _(side: Side) -> str:
+    before = type("Trained", (t.LoggingBody,), {})
+    after = type("Trained", (ArtifactSyncMixin, t.LoggingBody), {}) if side.ours else before
+    Side(False, side.scratch, side.proxy).fit(before, {"crash_at": 6, "crash": "raise"}, max_failures=0)
+    restore = restore_tuner if side.ours else tune.Tuner.restore
+    return log_cell(Path(restore(f"{side.local.storage_path}/exp", after, resume_errored=True).fit()[0].path))
+
+
+@scenario(
+    "worker stopped (SIGSTOP), its trial restored and ended elsewhere, worker goes on: whose files are in storage"
+)
+def _(side: Side) -> str:
+    spec = {
+        "storage_path": side.local.storage_path,
+        "trainable": "Stamped" if side.ours else "StampedBody",
+        "plain": not side.ours,
+        "config": {"wait_at": 6},
+        "options": {"max_failures": 0},
+    }
+    markers = side.scratch / "markers"
+    first = drivers.start_driver(side.scratch, spec)
+    try:
+        drivers.wait_for(markers / "waiting", first)
+        worker = int((markers / "waiting").read_text())
+        os.kill(worker, signal.SIGSTOP)
+        (markers / "go_on").touch()
+        result = drivers.run_driver(side.scratch, {**spec, "restore": f"{side.local.storage_path}/exp"})
+        os.kill(worker, signal.SIGCONT)
+        out, _ = first.communicate(timeout=150)
+    finally:
+        drivers.end_driver(first)
+    error = json.loads(out.splitlines()[-1])["error"]
+    stored = int(Path(result["path"], "pid.txt").read_text())
+    whose = "the stopped worker's" if stored == worker else "the new worker's"
+    said = next(
+        (word for word in error.replace("(", " ").replace(":", " ").split() if word.endswith("ConflictError")), ""
+    )
+    return f"{whose}; the stopped one ends with {said}" if said else f"{whose}; nothing is said"
+
+
+@scenario("callback and trainable write summary.json; killed, resumed on another node: the two files")
+def _(side: Side) -> str:
+    period = os.environ.get("TUNE_GLOBAL_CHECKPOINT_S")
+    os.environ["TUNE_GLOBAL_CHECKPOINT_S"] = "0"
+    try:
+        result = side.fit(
+            side.pick(t.SummarizingBody, t.Summarizing),
+            {"die_at": 4, "wipe": True},
+            frequency=2,
+            callbacks=[t.Summaries(3)],
+        )[0]
+    finally:
+        if period is None:
+            del os.environ["TUNE_GLOBAL_CHECKPOINT_S"]
+        else:
+            os.environ["TUNE_GLOBAL_CHECKPOINT_S"] = period
+    resumed = (side.scratch / "markers/summary_at_restore").read_text()
+    at_resume = "as of the checkpoint" if resumed == "worker 2" else "not there" if resumed == "none" else resumed
+    at_end = (Path(result.path) / "summary.json").read_text()
+    return f"at resume: {at_resume}; in storage at the end: {'the callback' if at_end == 'driver 8' else at_end}'s"
 
 
 @scenario("S3 refuses a checkpoint's upload (403)")

@@ -6,12 +6,20 @@ import os
 
 import pytest
 
+from tests.support.azure_server import MISSING, AzuriteServer, azurite
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3_servers import JuicefsServer, MotoServer, RcloneServer, filesystem_at, uri_at
 
 # pyarrow >= 20 sends parts as aws-chunked without a Content-Length, which some S3-compatible servers (rclone's among
 # them) answer with 411. Read when pyarrow's S3 client starts, here and in Ray's workers.
 os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+
+
+def pytest_collection_modifyitems(items):
+    """For parallel runs: one process has the Ray cluster; elsewhere, a file's tests share their servers."""
+    for item in items:
+        group = "ray" if item.get_closest_marker("ray") else item.location[0]
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +41,22 @@ def juicefs():
     """An S3 server whose UploadPartCopy works; without conditional writes."""
     with JuicefsServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session", name="azurite")
+def azurite_server():
+    """Azure's Blob storage; enforces conditional writes."""
+    if azurite() is None:
+        pytest.skip(MISSING)
+    with AzuriteServer() as server:
+        yield server
+
+
+@pytest.fixture
+def azurite_proxy(azurite):
+    """A fresh fault-injecting proxy in front of `azurite`; passes directory markers on."""
+    with FaultProxy(azurite.endpoint, answer_markers=False) as proxy:
+        yield proxy
 
 
 @pytest.fixture

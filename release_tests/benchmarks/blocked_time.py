@@ -7,11 +7,14 @@ Blocked is the wall time of the looping thread, less its CPU time, less its time
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 
+from ray_artifact_sync.stores import open_store
 from release_tests.benchmarks import clients
 from release_tests.benchmarks.common import KIB, MIB, Place, Row, main, make_files, make_large, s3, scratch
+from tests.support.s3_servers import filesystem_at
 
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 
@@ -56,17 +59,33 @@ def measure(work: str, contestants: dict[str, clients.Run], place: Place) -> Row
     )
 
 
+def in_background(directory: str, place: Place) -> clients.Run:
+    """A session whose periodic sync sends everything."""
+    count = len(os.listdir(directory))
+
+    def run(prefix: str) -> None:
+        store = open_store(filesystem_at(place.endpoint), f"{place.bucket}/{prefix}")
+        artifacts = clients.session(directory, store, sync_period=0.05)
+        while artifacts.stats.files_sent < count or len(artifacts.trial.head() or ()) < count:
+            time.sleep(0.1)
+        artifacts.close(flush=False)
+        shutil.rmtree(os.path.join(directory, ".ray_artifact_sync"))
+
+    return run
+
+
 def run() -> list[Row]:
     with scratch() as directory, s3() as place:
         large = make_large(f"{directory}/large/large.bin", 1024 * MIB)
         small = make_files(f"{directory}/small", 2_000, 4 * KIB)
         folder = os.path.dirname(large)
         return [
-            measure("1 GiB", {"ours": clients.ours(folder, place), "Ray": clients.rays(folder, place)}, place),
+            measure("1 GiB", {"ours": in_background(folder, place), "Ray": clients.rays(folder, place)}, place),
             measure(
                 "2,000 files of 4 KiB",
                 {
-                    "ours": clients.ours(small, place),
+                    "ours": in_background(small, place),
+                    "ours (at a checkpoint)": clients.ours(small, place),
                     "bare obstore": clients.bare_obstore(small, place),
                     "Ray": clients.rays(small, place),
                 },

@@ -52,7 +52,7 @@ def session(working_dir: str, store: Any, **options: Any) -> TrialArtifacts:
         store,
         trial="trial",
         token=make_token(time.time_ns()),
-        options=SyncOptions(sync_period=3600, **options),
+        options=SyncOptions(**{"sync_period": 3600, **options}),
     )
     artifacts.begin(set_aside=False)
     return artifacts

@@ -8,7 +8,17 @@ from pathlib import Path
 from release_tests.benchmarks.common import RESULTS
 
 README = Path(__file__).with_name("README.md")
-ORDER = ("small_files", "large_files", "local_files", "changes", "memory", "blocked_time")
+ORDER = (
+    "small_files",
+    "large_files",
+    "local_files",
+    "changes",
+    "s3_append",
+    "driver",
+    "memory",
+    "blocked_time",
+    "report_page",
+)
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 

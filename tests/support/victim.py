@@ -3,7 +3,7 @@
 Prints a line for each thing that the parent has to know, flushed: `registered <name>` once a checkpoint counts,
 `deleted <name>` before one goes, `digests <json>` with what the working dir held when the checkpoint was saved.
 
-Usage: python -m tests.support.victim '<json>' with working_dir, storage (a path or `{"endpoint", "prefix"}`), token,
+Usage: python -m tests.support.victim '<json>' with working_dir, storage (a path or `{"endpoint", "prefix", "server"}`), token,
 registered (index or -1), restore (name or null), seed.
 """
 
@@ -28,6 +28,10 @@ PATHS = ["log.txt", "events/a.tfevents", "events/b", "state", "plots/1.png", "pl
 def store_of(storage):
     if isinstance(storage, str):
         return PosixStore(storage)
+    if storage.get("server") == "azurite":
+        from tests.support.azure_server import CONTAINER, azure_filesystem_at
+
+        return open_store(azure_filesystem_at(storage["endpoint"]), f"{CONTAINER}/{storage['prefix']}")
     from tests.support.s3_servers import BUCKET, filesystem_at
 
     return open_store(filesystem_at(storage["endpoint"]), f"{BUCKET}/{storage['prefix']}")

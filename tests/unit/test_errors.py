@@ -19,6 +19,7 @@ BUILT_INS = {
     "ArtifactConflictError": Exception,
     "IntegrityError": Exception,
     "FileChangedError": Exception,
+    "PathTakenError": Exception,
     "SyncTimeoutError": TimeoutError,
     "StorageError": OSError,
     "ArtifactNotFoundError": FileNotFoundError,

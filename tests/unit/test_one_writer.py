@@ -23,6 +23,7 @@ from ray_artifact_sync.trial_dir import TrialDir, TrialWriter
 from tests.support import independent_reader
 from tests.support.s3_servers import BUCKET, filesystem_at
 from tests.support.sessions import abandon, open_session, read_tree, save
+from tests.support.victim import store_of
 
 AT_ZERO = {"log.txt": b"one\n", "same.txt": b"the same in both attempts\n"}
 OF_NEW = {"log.txt": b"one\nNEW ATTEMPT\n", "new.txt": b"new\n", "same.txt": AT_ZERO["same.txt"]}
@@ -106,16 +107,22 @@ def test_posix_refuses_even_the_rename_in_flight(tmp_path):
     abandon(session)
 
 
-@pytest.mark.s3
-@pytest.mark.parametrize("server", ["moto", "rclone"])
-def test_s3_with_a_request_in_flight(server, request, tmp_path):
-    proxy = request.getfixturevalue("moto_proxy" if server == "moto" else "proxy")
+@pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param("moto", marks=pytest.mark.s3),
+        pytest.param("rclone", marks=pytest.mark.s3),
+        pytest.param("azurite", marks=pytest.mark.azure),
+    ],
+)
+def test_a_request_in_flight_to_an_object_store(server, request, tmp_path):
+    proxy = request.getfixturevalue("proxy" if server == "rclone" else f"{server}_proxy")
     prefix = f"writers/{tmp_path.name}"
-    new_store = lambda: open_store(filesystem_at(proxy.endpoint), f"{BUCKET}/{prefix}")  # noqa: E731
+    storage = {"endpoint": proxy.endpoint, "prefix": prefix, "server": server}
+    new_store = lambda: store_of(storage)  # noqa: E731
     place = independent_reader.store_place(new_store())
     # The first PUT of log.txt passes, the second hangs on its way.
     rule = proxy.hang("put_object", "/log.txt", times=1)
-    storage = {"endpoint": proxy.endpoint, "prefix": prefix}
     with OldWriter(working_dir=str(tmp_path / "old"), storage=storage, token=1) as old:
         wait_until(rule.reached.is_set)
         first, rule = rule, proxy.hang("put_object", "/log.txt", times=1)  # set before the old attempt can go on
@@ -126,8 +133,7 @@ def test_s3_with_a_request_in_flight(server, request, tmp_path):
         old.signal(signal.SIGSTOP)
         proxy_log = len(proxy.log)
         session = replace(tmp_path / "new", new_store())
-        if session.store.can_precondition:
-            assert server == "moto"
+        assert session.store.can_precondition == (server != "rclone")
         rule.release()  # the bytes that the stopped process had sent reach the server now
         wait_until(lambda: proxy.in_flight == 0)
         old.signal(signal.SIGCONT)
@@ -139,7 +145,7 @@ def test_s3_with_a_request_in_flight(server, request, tmp_path):
     assert independent_reader.tree_of(place, snapshots["checkpoint_000000"]) == AT_ZERO
     assert place.read("checkpoint_000001/model.bin") == b"new"
     assert json.loads(place.read(layout.WRITER))["token"] == layout.make_token(2)
-    if server == "moto":
+    if server != "rclone":
         assert independent_reader.head_tree(place) == OF_NEW
         assert independent_reader.tree_of(place, snapshots["checkpoint_000001"]) == OF_NEW
         assert place.read("log.txt") == OF_NEW["log.txt"]
