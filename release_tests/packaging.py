@@ -124,10 +124,8 @@ def run_readme(source: Path) -> None:
     interpreter = source / "interpreter"
     interpreter.mkdir()
     (interpreter / "python").symlink_to(sys._base_executable)
-    scratch = source / "tmp"
-    scratch.mkdir()
     path = f"{interpreter}{os.pathsep}{environment['PATH']}"
-    printed = run("bash", "-euo", "pipefail", "-c", command, cwd=source, PATH=path, TMPDIR=str(scratch))
+    printed = run("bash", "-euo", "pipefail", "-c", command, cwd=source, PATH=path)
     assert "with ray-artifact-sync" in printed, printed
 
 

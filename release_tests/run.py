@@ -1,7 +1,7 @@
 """Runs the release tests: whole scenarios on real Ray, with figures.
 
-    python release_tests/run.py            all of them; writes release_tests/results.md
-    python release_tests/run.py --quick    those for every commit
+    python release_tests/run.py            all of them; writes the table in release_tests/README.md
+    python release_tests/run.py --quick    those for every commit, in their short form
     python release_tests/run.py NAME ...   the files with these names
 
 Each file in `scenarios/` is one scenario (see there), run in a process of its own. Exit code: 0 if all passed, else 1.
@@ -27,10 +27,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SCENARIOS = HERE / "scenarios"
-RESULTS = HERE / "results.md"
+RESULTS = HERE / "README.md"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 TIMEOUT = 600.0
 
-sys.path.insert(0, str(HERE.parent))  # scenarios import each other and the tests' servers
+# Scenarios import each other and the tests' servers, as packages; no module here may stand in for one of the same name.
+sys.path[:] = [str(HERE.parent), *(path for path in sys.path if Path(path or ".").resolve() != HERE)]
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,15 @@ class Outcome:
     @property
     def summary(self) -> str:
         figures = ", ".join(f"{name}: {value}" for name, value in self.figures.items())
-        return f"{'FAIL' if self.error else 'ok':4} {self.name} ({self.seconds:.0f} s) {self.error or figures}"
+        word = "FAIL" if self.error else "skip" if "skipped" in self.figures else "ok"
+        return f"{word:4} {self.name} ({self.seconds:.0f} s) {self.error or figures}"
 
 
 def load(stem: str):
     return importlib.import_module(f"release_tests.scenarios.{stem}")
 
 
-def run_in_process(stem: str, workdir: Path) -> Outcome:
+def run_in_process(stem: str, workdir: Path, *, quick: bool) -> Outcome:
     """Runs one scenario in a child; its output is shown only if it fails."""
     module = load(stem)
     started = time.monotonic()
@@ -58,7 +61,10 @@ def run_in_process(stem: str, workdir: Path) -> Outcome:
     (workdir / "work").mkdir()
     with open(output, "wb") as log:
         child = subprocess.Popen(
-            [sys.executable, __file__, "--child", str(workdir), stem], stdout=log, stderr=log, start_new_session=True
+            [sys.executable, __file__, *(["--quick"] if quick else []), "--child", str(workdir), stem],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             code = child.wait(getattr(module, "TIMEOUT", TIMEOUT))
@@ -75,14 +81,21 @@ def run_in_process(stem: str, workdir: Path) -> Outcome:
     return Outcome(module.NAME, seconds, {}, "took too long" if code is None else f"exit code {code}, see above")
 
 
-def run_as_child(stem: str, workdir: Path) -> int:
+def run_as_child(stem: str, workdir: Path, *, quick: bool) -> int:
     try:
-        figures = load(stem).run(workdir / "work")
+        figures = load(stem).run(workdir / "work", quick=quick)
     except BaseException:
         traceback.print_exc()
         return 1
     (workdir / "figures.json").write_text(json.dumps(figures))
     return 0
+
+
+def with_table(text: str, table: str) -> str:
+    """The page with this table between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def write_results(outcomes: list[Outcome]) -> None:
@@ -91,8 +104,6 @@ def write_results(outcomes: list[Outcome]) -> None:
     )
     where = f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.system()}"
     lines = [
-        "# Release test results",
-        "",
         f"{date.today().isoformat()}: {versions}, {where}. Written by `python release_tests/run.py`.",
         "",
         "| scenario | result | seconds | figures |",
@@ -100,20 +111,22 @@ def write_results(outcomes: list[Outcome]) -> None:
     ]
     for outcome in outcomes:
         figures = "; ".join(f"{name}: {value}" for name, value in outcome.figures.items())
-        result = f"FAIL: {outcome.error}" if outcome.error else "passed"
+        result = f"FAIL: {outcome.error}" if outcome.error else "skipped" if "skipped" in outcome.figures else "passed"
         lines.append(f"| {outcome.name} | {result} | {outcome.seconds:.0f} | {figures} |")
-    RESULTS.write_text("\n".join(lines) + "\n")
+    RESULTS.write_text(with_table(RESULTS.read_text(), "\n".join(lines)))
     print(f"Written: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="file names in scenarios/, without .py")
-    parser.add_argument("--quick", action="store_true", help="only the quick ones; writes no results")
+    parser.add_argument(
+        "--quick", action="store_true", help="only the quick ones, in their short form; writes no results"
+    )
     parser.add_argument("--child", metavar="DIR", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        return run_as_child(options.names[0], options.child)
+        return run_as_child(options.names[0], options.child, quick=options.quick)
 
     known = sorted(path.stem for path in SCENARIOS.glob("*.py") if not path.stem.startswith("_"))
     if unknown := set(options.names) - set(known):
@@ -122,7 +135,7 @@ def main() -> int:
     outcomes = []
     for stem in wanted:
         with tempfile.TemporaryDirectory(prefix="release-test-", ignore_cleanup_errors=True) as workdir:
-            outcomes.append(run_in_process(stem, Path(workdir)))
+            outcomes.append(run_in_process(stem, Path(workdir), quick=options.quick))
         print(outcomes[-1].summary, flush=True)
     failed = sum(bool(outcome.error) for outcome in outcomes)
     print(f"{len(outcomes)} scenarios, {failed} failed.")

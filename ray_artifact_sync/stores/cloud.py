@@ -11,6 +11,7 @@ import contextlib
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from itertools import chain, islice
@@ -61,6 +62,7 @@ _WINDOW = 8 * 1024 * 1024  # bytes of one GET, so that the request timeout fits 
 _DEPTH = 2  # windows of one file that are read ahead
 _ahead = threading.BoundedSemaphore(4)  # windows read ahead in this process: memory is this many
 _DELETE_BATCH = 1_000
+_LIST_PAGE = 1_000
 _COPY_LIMIT = 5 * 1024**3  # S3's CopyObject
 _COPY_SECONDS = 60.0  # for a copy that Azure makes in the background
 
@@ -119,13 +121,13 @@ class CloudStore(ArtifactStore):
     def list(self, prefix: str = "") -> Iterator[StoredFile]:
         """See `ArtifactStore.list`."""
         prefix = check_prefix(prefix)
-        folders: set[str] = set()
+        folders: Counter[str] = Counter()  # files directly in each
         empty: Files = []
         with self._errors("list", prefix or "."):
-            for batch in obstore.list(self.client, self._folder(prefix), chunk_size=1_000):
+            for batch in obstore.list(self.client, self._folder(prefix), chunk_size=_LIST_PAGE):
                 for meta in batch:
                     file = _stored(self._relative(meta["path"]), meta)
-                    folders.add(file.path.rpartition("/")[0])
+                    folders[file.path.rpartition("/")[0]] += 1
                     if is_temporary(file.path):
                         continue
                     if file.size:
@@ -458,20 +460,28 @@ class CloudStore(ArtifactStore):
         with self._errors("list", prefix or "."):
             return obstore.list_with_delimiter(self.client, self._folder(prefix))
 
-    def _without_markers(self, empty: Files, folders: set[str]) -> Iterator[StoredFile]:
+    def _without_markers(self, empty: Files, folders: Counter[str]) -> Iterator[StoredFile]:
         """Drops directory markers, which obstore lists as if they were empty files.
 
-        Ray and pyarrow leave objects named `dir/`; obstore shows them as `dir`. Those with
-        something below them are known by that; the others by asking for `dir` itself.
+        Ray and pyarrow leave objects named `dir/`; obstore shows them as `dir`. Those with something below them are
+        known by that. For the others, `dir` itself is asked for, or a listing of their directory where that costs
+        less: it shows markers as directories.
         """
         parents = {
             folder[:end]
             for folder in folders
             for end in (*(match.start() for match in re.finditer("/", folder)), len(folder))
         }
+        doubtful: dict[str, Files] = {}
         for file in empty:
-            if file.path not in parents and self.stat(file.path) is not None:
-                yield file
+            if file.path not in parents:
+                doubtful.setdefault(file.path.rpartition("/")[0], []).append(file)
+        for folder, files in doubtful.items():
+            if len(files) <= 1 + folders[folder] // _LIST_PAGE:
+                yield from (file for file in files if self.stat(file.path) is not None)
+            else:
+                listed = {file.path for file in self.list_files(folder)}
+                yield from (file for file in files if file.path in listed)
 
     # --- names and errors ------------------------------------------------------------------------
 

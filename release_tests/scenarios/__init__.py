@@ -1,4 +1,6 @@
-"""One file a scenario: `NAME`, `quick` (part of `--quick`), `run(workdir) -> figures`; it fails by raising.
+"""One file a scenario: `NAME`, `quick` (part of `--quick`), `run(workdir, *, quick) -> figures`; it fails by raising.
+
+With `quick`, `run` does the short form. What cannot be run here gives `{"skipped": reason}`.
 
 Optional: `TIMEOUT`, seconds.
 """

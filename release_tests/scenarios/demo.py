@@ -8,7 +8,7 @@ NAME = "demo, local"
 quick = True
 
 
-def run(workdir: Path, *, s3: bool = False) -> dict[str, object]:
+def run(workdir: Path, *, quick: bool, s3: bool = False) -> dict[str, object]:
     counts = measure(workdir, s3=s3)
     assert is_exact(counts), counts[SYNCED]
     plain = counts[PLAIN].values()

@@ -8,5 +8,5 @@ NAME = "demo, S3"
 quick = False
 
 
-def run(workdir: Path) -> dict[str, object]:
-    return demo.run(workdir, s3=True)
+def run(workdir: Path, *, quick: bool) -> dict[str, object]:
+    return demo.run(workdir, quick=quick, s3=True)

@@ -8,5 +8,5 @@ NAME = "packaging"
 quick = True
 
 
-def run(workdir: Path) -> dict[str, object]:
+def run(workdir: Path, *, quick: bool) -> dict[str, object]:
     return check(workdir)

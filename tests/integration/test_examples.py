@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -114,9 +113,16 @@ def test_read_results(tmp_path):
 
 def test_train_torch(tmp_path):
     output = run_example("train_torch.py", "--storage-path", str(tmp_path / "runs"))
-    if importlib.util.find_spec("torch") is None:
+    if "skipped" in output:
         pytest.skip(output.strip())
     assert "Every epoch is in both logs once: True" in output
+
+
+def test_train_lightning(tmp_path):
+    output = run_example("train_lightning.py", "--storage-path", str(tmp_path / "runs"))
+    if "skipped" in output:
+        pytest.skip(output.strip())
+    assert "Every epoch is in the log once: True" in output
 
 
 def test_every_example_is_tested():

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -63,6 +64,7 @@ class Rule:
         hits: How often it applied.
         reached: Set when it applied for the first time.
         released: Ends a `hang`.
+        wakers: Wake those who wait for that.
     """
 
     kind: str | None
@@ -76,10 +78,14 @@ class Rule:
     hits: int = 0
     reached: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
+    wakers: list[Callable[[], object]] = field(default_factory=list)
 
     def release(self) -> None:
         """Lets hanging requests go on to the server."""
         self.released.set()
+        while self.wakers:
+            with contextlib.suppress(RuntimeError):  # the proxy is gone
+                self.wakers.pop()()
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +354,10 @@ class FaultProxy:
                 self.in_flight -= 1
 
     async def _hold(self, rule: Rule) -> None:
-        while not rule.released.is_set():  # noqa: ASYNC110  (released from another thread)
-            await asyncio.sleep(0.01)
+        event = asyncio.Event()
+        rule.wakers.append(lambda: self._loop.call_soon_threadsafe(event.set))
+        if not rule.released.is_set():
+            await event.wait()
 
     async def _forward(
         self,
@@ -503,9 +511,7 @@ def classify(method: str, target: str, headers: dict[str, str], length: int) -> 
     return "other"
 
 
-def _classify_azure(
-    method: str, path: str, query: dict[str, list[str]], headers: dict[str, str], length: int
-) -> Kind:
+def _classify_azure(method: str, path: str, query: dict[str, list[str]], headers: dict[str, str], length: int) -> Kind:
     """The same words for Azure's Blob storage: its blocks are parts, a list of blocks completes them."""
     _account, _, rest = path.lstrip("/").partition("/")
     key = rest.partition("/")[2]

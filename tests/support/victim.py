@@ -3,8 +3,8 @@
 Prints a line for each thing that the parent has to know, flushed: `registered <name>` once a checkpoint counts,
 `deleted <name>` before one goes, `digests <json>` with what the working dir held when the checkpoint was saved.
 
-Usage: python -m tests.support.victim '<json>' with working_dir, storage (a path or `{"endpoint", "prefix", "server"}`), token,
-registered (index or -1), restore (name or null), seed.
+Usage: python -m tests.support.victim '<json>' with working_dir, storage (a path or `{"endpoint", "prefix", "server"}`),
+token, registered (index or -1), restore (name or null), seed.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ class Runner:
             with self._busy:
                 if success:
                     scenario.check_success()
-                scenario.check_sound()
+                else:
+                    scenario.check_sound()
                 outcome.said += "; recovery"
                 proxy.clear()
                 if not success or not case.passes:

@@ -385,6 +385,28 @@ def test_markers_are_no_files(moto, moto_store):
     assert moto_store.stat("empty/deep") is None
 
 
+def test_many_empty_files_cost_one_more_listing(store, proxy):
+    """Each could be a marker; they are not asked about one by one."""
+    for number in range(30):
+        store.put(f"d{number % 2}/empty-{number}", b"")
+    store.put("d0/full", b"x")
+    proxy.reset_counts()
+    assert len(list(store.list())) == 31
+    assert proxy.counts == {"list": 3}
+
+
+def test_a_few_markers_among_empty_files(moto, moto_store):
+    root = moto_store.root
+    with contextlib.closing(moto.boto()) as client:
+        for name in ("d/one/", "d/two/", "d/two/deep/"):
+            client.put_object(Bucket=moto.bucket, Key=f"{root}/{name}", Body=b"")
+    names = [f"d/empty-{number}" for number in range(5)]
+    for name in names:
+        moto_store.put(name, b"")
+    assert sorted(file.path for file in moto_store.list()) == names
+    assert sorted(file.path for file in moto_store.list("d")) == names
+
+
 # --- preconditions -------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ every checkpoint that Ray keeps reads back byte for byte, the newest manifest na
 attempt has synced stays what it is until that attempt does something else, nobody else's file was touched, and no
 attempt that counts ever fails. Restores are exact.
 
-`MODEL_RUNS` bounds each exploration (the default takes a sample; `release_tests` has a scenario that explores all).
+`MODEL_RUNS` bounds each exploration (the default takes a sample).
 """
 
 from __future__ import annotations
