@@ -152,8 +152,6 @@ def decode(data: bytes, *, kind: str, where: str, count: int | None = None) -> D
     if len(data) > limit:
         raise ManifestError(f"{where} has {len(data)} bytes; documents end at {limit}.")
     _check_shape(data, where, MAX_ENTRIES if count is None else count)
-    if _is_damaged(data):
-        raise ManifestError(f"{where} is damaged: its digest is not that of its content.")
     try:
         body = json.loads(data, object_pairs_hook=_unique_keys, parse_float=_one_float, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -165,6 +163,8 @@ def decode(data: bytes, *, kind: str, where: str, count: int | None = None) -> D
             f"{where} has format version {_short(version)}; this release reads version {FORMAT}. "
             "Install a newer ray-artifact-sync."
         )
+    if _is_damaged(data):  # after the format: how a newer one is sealed is not known
+        raise ManifestError(f"{where} is damaged: its digest is not that of its content.")
     check = _Checker(where)
     document = Document(
         kind=kind,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.azure_server import MISSING, AzuriteServer, azurite
 from tests.support.fault_proxy import FaultProxy
@@ -15,11 +16,16 @@ from tests.support.s3_servers import JuicefsServer, MotoServer, RcloneServer, fi
 os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
 
 
-def pytest_collection_modifyitems(items):
-    """For parallel runs: one process has the Ray cluster; elsewhere, a file's tests share their servers."""
-    for item in items:
-        group = "ray" if item.get_closest_marker("ray") else item.location[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+class OneRayCluster(LoadScopeScheduling):
+    """For parallel runs: one process has the Ray cluster; elsewhere, the tests of a file share their servers."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if nodeid.startswith(("tests/integration", "tests/docs")) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return OneRayCluster(config, log)
 
 
 @pytest.fixture(scope="session")
