@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from pyarrow import fs as pafs
 
+from ray_artifact_sync.stores import open_store
 from tests.docs.pages import ROOT, RUN_ELSEWHERE, fences, guide
 from tests.docs.run_page import OUTPUT, Blocks, parse
-from tests.support.s3_servers import environment
+from tests.support.s3_servers import environment, filesystem_at
 
 RUN = ("python", "bash")
 SHOWN = ("text", OUTPUT, "diff", "json")
@@ -47,9 +51,18 @@ def test_the_parser_sees_every_block():
 def bucket(rclone):
     """An empty bucket named `bucket`, as in the guide."""
     directory = Path(rclone.data) / "bucket"
+    storage = filesystem_at(rclone.endpoint)
+    if directory.is_dir():
+        store = open_store(storage, "bucket")  # through the server, which remembers what its directories hold
+        store.delete([file.path for file in store.list()])
+        return directory
     directory.mkdir()
-    yield directory
-    shutil.rmtree(directory)
+    deadline = time.monotonic() + 30
+    while storage.get_file_info("bucket").type == pafs.FileType.NotFound:
+        assert time.monotonic() < deadline, "the server does not see its new bucket"
+        rclone.process.send_signal(signal.SIGHUP)  # forgets what it remembers
+        time.sleep(0.05)
+    return directory
 
 
 def run(arguments: list[str], directory: Path, endpoint: str) -> None:

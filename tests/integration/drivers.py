@@ -30,7 +30,7 @@ def start_driver(tmp_path: Path, spec: dict, *, stderr: Path | None = None) -> s
         )
 
 
-def wait_for(path: Path, driver: subprocess.Popen, seconds: float = 90) -> None:
+def wait_for(path: Path, driver: subprocess.Popen, seconds: float = 150) -> None:
     ends = time.monotonic() + seconds
     while not path.exists():
         assert driver.poll() is None, "the driver ended early"
