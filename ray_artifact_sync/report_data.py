@@ -24,7 +24,6 @@ MAX_EMBEDDED = 40
 """Pictures, and texts, of one trial."""
 MAX_PICTURE_BYTES = 4 * 1024 * 1024
 MAX_TEXT_BYTES = 1024 * 1024
-DEFAULT_EMBED_MB = 20.0
 
 PICTURES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "svg": "image/svg+xml"}
 TABLES = {"csv", "tsv"}

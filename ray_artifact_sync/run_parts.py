@@ -69,12 +69,8 @@ class RunPartDir(TrialDir):
         super().__init__(store, name)
         self.part_store = store
 
-    def checkpoints(self) -> list[str]:
-        """Names of the directories that may be checkpoints: users can name them as they like."""
-        return self.part_store.list_dirs()
-
     def in_checkpoint(self, path: str) -> bool:
-        """Whether a file is a snapshot: nothing else of a checkpoint is shown."""
+        """Whether a file is a snapshot: nothing else of a checkpoint is shown, and users name them as they like."""
         return layout.snapshot_token(path.rpartition("/")[2]) is not None
 
 

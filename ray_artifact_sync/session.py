@@ -507,34 +507,34 @@ class TrialArtifacts:
 
     def _send_changes(self, deadline: Deadline, pacer: Pacer | None) -> SyncReport:
         """Brings the artifacts to storage; commits nothing."""
-        for tries_left in range(CONFLICT_TRIES - 1, -1, -1):
-            known = self._known
-            kept = len(known.mirror.preserved)
-            sync_pass = SyncPass(
-                root=self._working_dir.root,
-                engine=self._engine,
-                mirror=known.mirror,
-                cache=self._cache,
-                pinned=known.pinned(history=self.options.history),
-                deadline=deadline,
-                rule=self._rule,
-                skip_checkpoints=True,
-                pacer=pacer,
-                prepare=lambda: self._take_over(deadline),
-            )
-            try:
-                report = sync_pass.run()
-            except MirrorReplacedError:
-                if not tries_left:
-                    raise
-                continue
-            finally:
-                self.stats.bytes_sent += sync_pass.bytes_sent
-                self.stats.files_sent += sync_pass.files_sent
-            self._spare_files += len(known.mirror.preserved) - kept
-            self._spare_bytes += sync_pass.preserved_bytes
-            return report
-        raise AssertionError
+        for _ in range(CONFLICT_TRIES - 1):
+            with suppress(MirrorReplacedError):
+                return self._send_once(deadline, pacer)
+        return self._send_once(deadline, pacer)
+
+    def _send_once(self, deadline: Deadline, pacer: Pacer | None) -> SyncReport:
+        known = self._known
+        kept = len(known.mirror.preserved)
+        sync_pass = SyncPass(
+            root=self._working_dir.root,
+            engine=self._engine,
+            mirror=known.mirror,
+            cache=self._cache,
+            pinned=known.pinned(history=self.options.history),
+            deadline=deadline,
+            rule=self._rule,
+            skip_checkpoints=True,
+            pacer=pacer,
+            prepare=lambda: self._take_over(deadline),
+        )
+        try:
+            report = sync_pass.run()
+        finally:
+            self.stats.bytes_sent += sync_pass.bytes_sent
+            self.stats.files_sent += sync_pass.files_sent
+        self._spare_files += len(known.mirror.preserved) - kept
+        self._spare_bytes += sync_pass.preserved_bytes
+        return report
 
     def _commit(self, manifest: Manifest, deadline: Deadline) -> None:
         """Makes a manifest the head, if it differs."""

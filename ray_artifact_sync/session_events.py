@@ -50,9 +50,7 @@ class SessionEvents:
         """The attempt has claimed the trial dir."""
         self._emit("begin", manifest=head, host=platform.node())
 
-    def synced(
-        self, report: SyncReport, *, seconds: float, requests: int, retries: int, committed: bool, error: str = ""
-    ) -> None:
+    def synced(self, report: SyncReport, *, seconds: float, requests: int, retries: int, committed: bool) -> None:
         """A sync has ended; some files may have failed."""
         new = self._new_skips(report.skips)
         if not (report.files_sent or committed or new or report.failures):
@@ -70,7 +68,7 @@ class SessionEvents:
             requests=requests,
             retries=retries,
             failed=len(report.failures),
-            error=error or (describe_error(first) if first is not None else ""),
+            error=describe_error(first) if first is not None else "",
             skipped=len(new),
             skips=tuple(SkipNote(skip.path, skip.kind, skip.reason) for skip in new[:MAX_LISTED]),
             sent=report.most_sent,

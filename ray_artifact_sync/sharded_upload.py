@@ -40,10 +40,6 @@ Download = Literal["per_node", "per_rank"]
 class SetDir(TrialDir):
     """A directory on storage that holds one set of files, and no checkpoints of Ray."""
 
-    def checkpoints(self) -> list[str]:
-        """None."""
-        return []
-
     def in_checkpoint(self, path: str) -> bool:  # noqa: ARG002  (the interface)
         """Never."""
         return False

@@ -290,12 +290,8 @@ class RestorePass:
             yield from self.places(entry)
 
     def places(self, entry: FileEntry) -> Iterator[str]:
-        """Where storage may hold an entry's content, the surest first."""
-        known = self.objects.get(entry.digest, ())
-        yield from known
-        yield entry.path
-        # Preserved and overwritten since the objects were listed: by a donor that goes on, or by a replaced attempt.
-        yield from (place for place in self.objects_now().get(entry.digest, ()) if place not in known)
+        """See `TrialDir.places`."""
+        return self.trial.places(entry, self.objects, self.objects_now)
 
     def objects_now(self) -> Mapping[str, tuple[str, ...]]:
         """The objects listed once more, at most once in a pass."""

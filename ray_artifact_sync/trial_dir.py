@@ -96,7 +96,7 @@ class Inventory:
             objects=objects,
             layers=frozenset(name for name in self.layers if f"{layout.LAYERS}/{name}" not in paths),
             asides=frozenset(token for token in self.asides if layout.aside_path(token) not in paths),
-            exploits=frozenset(key for key in self.exploits if f"{layout.EXPLOITS}/{key}.json" not in paths),
+            exploits=frozenset(key for key in self.exploits if layout.exploit_path(key) not in paths),
             journals={name: size for name, size in self.journals.items() if f"{layout.JOURNAL}/{name}" not in paths},
         )
 
@@ -124,15 +124,15 @@ class TrialDir:
         Raises:
             ManifestError: It is damaged.
         """
-        return self._load(layout.MANIFEST, "manifest")
+        return self._load(layout.MANIFEST)
 
     def aside(self, token: str) -> ManifestStack | None:
         """The manifest that the restore of this attempt superseded."""
-        return self._load(layout.aside_path(token), "manifest")
+        return self._load(layout.aside_path(token))
 
     def exploit(self, key: str) -> ManifestStack | None:
         """The trial's own manifest at the moment it took over another trial's checkpoint."""
-        return self._load(f"{layout.EXPLOITS}/{key}.json", "manifest")
+        return self._load(layout.exploit_path(key))
 
     def snapshot(self, checkpoint: str, paths: Iterable[str] | None = None) -> ManifestStack | None:
         """The snapshot in a checkpoint, or None if it has none that counts.
@@ -148,9 +148,9 @@ class TrialDir:
             paths = [file.path for file in self.store.list_files(checkpoint)]
         named = {path: layout.snapshot_token(path.rsplit("/", 1)[-1]) for path in paths}
         ours = sorted(((token, path) for path, token in named.items() if token), reverse=True)
-        for token, path in ours:
+        for _, path in ours:
             try:
-                stack = self._load(path, "snapshot", trial=self.name, checkpoint=checkpoint, token=token)
+                stack = self.snapshot_at(path, checkpoint)
             except (ManifestError, ArtifactNotFoundError) as error:
                 logger.warning("A snapshot is left out: %s", error)
                 continue
@@ -158,9 +158,31 @@ class TrialDir:
                 return stack
         return None
 
-    def checkpoints(self) -> list[str]:
-        """Names of the checkpoint directories present."""
-        return [name for name in self.store.list_dirs() if layout.is_checkpoint_dir(name)]
+    def snapshot_at(self, path: str, checkpoint: str) -> ManifestStack | None:
+        """One snapshot; None if there is none, or it does not count where it lies (see `snapshot`).
+
+        Raises:
+            ManifestError: It is damaged.
+        """
+        document = self.document(path, "snapshot")
+        token = layout.snapshot_token(path.rpartition("/")[2])
+        if document is None or (document.trial, document.checkpoint, document.token) != (self.name, checkpoint, token):
+            return None
+        return self.assembled(document)
+
+    def claim(self) -> str | None:
+        """The token of the newest claim; None if there never was one, empty if it is damaged."""
+        try:
+            data = self.store.read(layout.WRITER, limit=layout.MAX_NOTE_BYTES)
+        except ArtifactNotFoundError:
+            return None
+        except ManifestError:
+            data = b""
+        try:
+            token = json.loads(data)["token"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            token = None
+        return str(token) if layout.is_token(token) else ""
 
     def in_checkpoint(self, path: str) -> bool:
         """Whether a file belongs to a checkpoint."""
@@ -223,6 +245,25 @@ class TrialDir:
             found.setdefault(file.path.rsplit("/", 1)[-1], []).append(file.path)
         return {digest: tuple(sorted(paths, reverse=True)) for digest, paths in found.items()}
 
+    def places(
+        self,
+        entry: FileEntry,
+        objects: Mapping[str, tuple[str, ...]],
+        objects_now: Callable[[], Mapping[str, tuple[str, ...]]],
+    ) -> Iterator[str]:
+        """Where storage may hold an entry's content, the surest first.
+
+        Args:
+            entry: The version.
+            objects: Digest to the paths of its preserved copies, as they were listed.
+            objects_now: Lists them once more; called only when the other places were not right. A trial that goes on,
+                or a replaced attempt, may have preserved and overwritten the version since.
+        """
+        known = objects.get(entry.digest, ())
+        yield from known
+        yield entry.path
+        yield from (place for place in objects_now().get(entry.digest, ()) if place not in known)
+
     def chunks(self, entry: FileEntry, path: str) -> Iterator[Buffer]:
         """The bytes that a place may hold for an entry: the first `entry.size`; the reader checks the digest."""
         if entry.size == 0:
@@ -259,19 +300,9 @@ class TrialDir:
         """
         return assemble(document, {ref.name: self._layer(ref) for ref in document.layers})
 
-    def _load(
-        self, path: str, kind: str, *, trial: str = "", checkpoint: str = "", token: str = ""
-    ) -> ManifestStack | None:
-        document = self.document(path, kind)
-        if document is None:
-            return None
-        if (trial or checkpoint or token) and (document.trial, document.checkpoint, document.token) != (
-            trial,
-            checkpoint,
-            token,
-        ):
-            return None
-        return self.assembled(document)
+    def _load(self, path: str) -> ManifestStack | None:
+        document = self.document(path, "manifest")
+        return self.assembled(document) if document is not None else None
 
     def _layer(self, ref: LayerRef) -> Changes:
         path = f"{layout.LAYERS}/{ref.name}"
@@ -476,25 +507,12 @@ class TrialWriter:
         What ends this attempt, or makes it claim anew, is believed only if it is read twice: not for a wrong byte on
         the way.
         """
-        found = self._read_claim()
+        found = self.trial.claim()
         if found == "" or (found is not None and self.token and found > self.token):
-            found = self._read_claim()
+            found = self.trial.claim()
         if found == "":
             logger.warning("%s is damaged; claiming the trial dir anew.", self.trial.describe(layout.WRITER))
         return found
-
-    def _read_claim(self) -> str | None:
-        try:
-            data = self.store.read(layout.WRITER, limit=layout.MAX_NOTE_BYTES)
-        except ArtifactNotFoundError:
-            return None
-        except ManifestError:
-            data = b""
-        try:
-            token = json.loads(data)["token"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            token = None
-        return str(token) if layout.is_token(token) else ""
 
     # --- commits ----------------------------------------------------------------------------------
 

@@ -173,11 +173,7 @@ class TrialReader:
 
     def places(self, entry: FileEntry) -> Iterator[str]:
         """Where storage may hold a version, the surest first; the last ones cost a request."""
-        known = self.contents.inventory.objects.get(entry.digest, ())
-        yield from known
-        yield entry.path
-        # Preserved and replaced since the listing, by a trial that is running.
-        yield from (place for place in self._listed_again().get(entry.digest, ()) if place not in known)
+        return self.trial.places(entry, self.contents.inventory.objects, self._listed_again)
 
     def chunks(self, entry: FileEntry, place: str, *, start: int = 0) -> Iterator[Buffer]:
         """The bytes from `start` on that a place holds for a version; whoever takes them checks the digest."""

@@ -28,14 +28,13 @@ os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
 
 import ray
 from ray import cloudpickle, tune
-from ray.tune.schedulers import PopulationBasedTraining
 
 import ray_artifact_sync
 from ray_artifact_sync import ArtifactSyncer, ArtifactSyncMixin, configure, restore_tuner, with_artifacts
 from tests.integration import drivers
 from tests.integration import trainables as t
 from tests.integration.places import Place, local_place, s3_place
-from tests.integration.runs import LINES
+from tests.integration.runs import LINES, exploiting
 from tests.support.fault_proxy import FaultProxy
 from tests.support.s3_servers import RcloneServer, filesystem_at
 
@@ -226,20 +225,10 @@ def _(side: Side) -> str:
 
 @scenario("PBT: crash right after an exploit: the trial's own log")
 def _(side: Side) -> str:
-    scheduler = PopulationBasedTraining(
-        time_attr="training_iteration",
-        metric="score",
-        mode="max",
-        perturbation_interval=4,
-        quantile_fraction=0.5,
-        resample_probability=0.0,
-        hyperparam_mutations={"lr": [0.1, 0.2]},
-        synch=True,
-    )
     results = side.fit(
         side.pick(t.ExploitedBody, t.Exploited),
         {"score": tune.grid_search([0, 100]), "lr": 0.1, "crash_after_exploit": True},
-        tune_config=tune.TuneConfig(scheduler=scheduler),
+        tune_config=tune.TuneConfig(scheduler=exploiting()),
         checkpoint=tune.CheckpointConfig(),
     )
     said = []

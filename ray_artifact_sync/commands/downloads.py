@@ -27,6 +27,7 @@ from ray_artifact_sync.errors import ArtifactExistsError, ArtifactNotFoundError,
 from ray_artifact_sync.plan import parents
 from ray_artifact_sync.progress import TransferProgress
 from ray_artifact_sync.stores.base import CHUNK_SIZE
+from ray_artifact_sync.stores.posix import NO_LINKS
 from ray_artifact_sync.trial_reader import TrialReader, request
 
 DOWNLOADS = 16
@@ -35,7 +36,6 @@ _SCRATCH = (layout.STATE_DIR, "pull")
 _LOCK = "lock"
 _PART = re.compile(r"[0-9a-f]{32}\.part")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +443,7 @@ class _Downloads:
                         path=wanted.target,
                     ) from None
                 except OSError as error:
-                    if error.errno not in _NO_LINKS:
+                    if error.errno not in NO_LINKS:
                         raise
                 else:
                     os.unlink(name, dir_fd=self.scratch)

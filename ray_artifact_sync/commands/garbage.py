@@ -14,7 +14,6 @@ that were being written, probes of `doctor`. Never artifacts, checkpoints, or an
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -40,9 +39,6 @@ FUTURE_SECONDS = 300.0
 """How far the storage's clock may be ahead of this one."""
 
 _DIGITS = rf"[0-9]{{{layout.TOKEN_DIGITS}}}"
-_OBJECT = re.compile(rf"{re.escape(layout.OBJECTS)}/({_DIGITS})/([0-9a-f]{{64}})")
-_LAYER = re.compile(rf"{re.escape(layout.LAYERS)}/(({_DIGITS})-[0-9]{{6,20}}\.json)")
-_ASIDE = re.compile(rf"{re.escape(layout.ASIDE)}/({_DIGITS})/manifest\.json")
 _TMP = re.compile(rf"tmp/(?:(?P<token>{_DIGITS})|free-[0-9a-f-]+|gone-[0-9a-f]+|append-[0-9a-f]+)(?:/.+)?")
 _PROBE = re.compile(rf"{re.escape(layout.STATE_DIR)}/doctor-[0-9a-f]{{16}}/[a-z]+")
 
@@ -137,7 +133,7 @@ def find_garbage(trial: TrialDir, *, older_than: float, signs: Iterable[StoredFi
     ]
     if reason := _why_alive([*listed.values(), *tmp, *signs], older_than):
         return Garbage(skipped=reason)
-    token = request(lambda: _claim(trial), "Reading the claim") if layout.WRITER in listed else ""
+    token = request(trial.claim, "Reading the claim") or "" if layout.WRITER in listed else ""
     if not token and not isinstance(trial, SetDir):
         return Garbage(skipped=f"{layout.WRITER} is damaged or gone", is_problem=True)
     try:
@@ -176,15 +172,6 @@ def _listing(trial: TrialDir) -> list[StoredFile]:
         # It may be a whole experiment: each sync writes its manifest, so that its own files say enough.
         return [*trial.store.list_files(), *trial.store.list(layout.STATE_DIR)]
     return list(trial.store.list())
-
-
-def _claim(trial: TrialDir) -> str:
-    """The newest token that claimed the trial dir; empty if the claim is damaged or gone."""
-    try:
-        token = json.loads(trial.store.read(layout.WRITER, limit=layout.MAX_NOTE_BYTES))["token"]
-    except (ArtifactNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return str(token) if layout.is_token(token) else ""
 
 
 def _delete(trial: TrialDir, kind: Kind, paths: list[str]) -> None:
@@ -253,8 +240,8 @@ class _Pinned:
             return None
         pinned = cls()
         pinned.add(head)
-        asides = sorted(found[1] for path in listed if (found := _ASIDE.fullmatch(path)))
-        pinned.newest_aside = asides[-1] if asides else ""
+        asides = trial.inventory(listed.values()).asides
+        pinned.newest_aside = max(asides, default="")
         records = [path for path in listed if path.startswith(f"{layout.EXPLOITS}/")]
         records += [layout.aside_path(pinned.newest_aside)] if asides else []
         for path in records:
@@ -303,18 +290,19 @@ def _state_files(files: Iterable[StoredFile], pinned: _Pinned, token: str) -> It
     """What of the library's own files nothing refers to, of attempts up to the newest."""
     for file in files:
         path = file.path
-        if found := _OBJECT.fullmatch(path):
-            if found[2] not in pinned.digests and found[1] <= token:
-                yield Piece("object", path, file.size)
-        elif found := _LAYER.fullmatch(path):
-            # Directories that are merely kept in sync have no claim, and layers of whoever synced them.
-            if found[1] not in pinned.layers and (not token or found[2] <= token):
-                yield Piece("layer", path, file.size)
-        elif found := _ASIDE.fullmatch(path):
-            if found[1] < pinned.newest_aside:
-                yield Piece("aside", path, file.size)
-        elif _PROBE.fullmatch(path):
-            yield Piece("probe", path, file.size)
+        match path.split("/"):
+            case [layout.STATE_DIR, "objects", by, digest] if layout.is_token(by) and layout.is_digest(digest):
+                if digest not in pinned.digests and by <= token:
+                    yield Piece("object", path, file.size)
+            case [layout.STATE_DIR, "layers", name] if layout.is_layer_name(name):
+                # Directories that are merely kept in sync have no claim, and layers of whoever synced them.
+                if name not in pinned.layers and (not token or name.partition("-")[0] <= token):
+                    yield Piece("layer", path, file.size)
+            case [layout.STATE_DIR, "aside", by, "manifest.json"] if layout.is_token(by):
+                if by < pinned.newest_aside:
+                    yield Piece("aside", path, file.size)
+            case _ if _PROBE.fullmatch(path):
+                yield Piece("probe", path, file.size)
 
 
 def _temporary(files: Iterable[StoredFile], token: str) -> Iterator[Piece]:

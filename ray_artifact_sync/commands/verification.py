@@ -19,7 +19,6 @@ from ray_artifact_sync.entries import Manifest
 from ray_artifact_sync.errors import ArtifactNotFoundError, ArtifactSyncError, ManifestError, UnknownFormatError
 from ray_artifact_sync.plan import Version
 from ray_artifact_sync.progress import TransferProgress
-from ray_artifact_sync.trial_dir import TrialDir
 from ray_artifact_sync.trial_reader import TrialReader, request
 
 READING_THREADS = 8
@@ -113,29 +112,16 @@ def read_listings(reader: TrialReader, only: str | None = None) -> Listings:
     for name, paths in sorted(snapshots.items()) if only is None else [(only, snapshots.get(only, ()))]:
         for path in sorted(paths, reverse=True):  # of several, the one with the newest token counts
             try:
-                manifest = read_snapshot(trial, name, path)
+                found = request(lambda path=path, name=name: trial.snapshot_at(path, name), f"Reading {path}")  # type: ignore[misc]
             except UnknownFormatError:
                 raise
             except ManifestError as error:
                 problems.append(Problem(reader.name, "manifest", path, listed_by=(name,), detail=str(error)))
                 break
-            if manifest is not None:
-                manifests[name] = manifest
+            if found is not None:
+                manifests[name] = found.manifest
                 break
     return Listings(manifests, tuple(problems))
-
-
-def read_snapshot(trial: TrialDir, checkpoint: str, path: str) -> Manifest | None:
-    """One snapshot, or None if it does not count where it lies.
-
-    Raises:
-        ManifestError: It is damaged.
-    """
-    document = request(lambda: trial.document(path, "snapshot"), f"Reading {path}")
-    token = layout.snapshot_token(path.rpartition("/")[2])
-    if document is None or (document.trial, document.checkpoint, document.token) != (trial.name, checkpoint, token):
-        return None
-    return request(lambda: trial.assembled(document), f"Reading {path}").manifest
 
 
 @dataclass(slots=True)

@@ -67,7 +67,8 @@ _NO_KERNEL_COPY = frozenset(
         errno.EXDEV,
     )
 )
-_NO_LINKS = frozenset((errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM))
+NO_LINKS = frozenset((errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM))
+"""Errors of a file system that has no hard links, or no more for this file."""
 
 
 class PosixStore(ArtifactStore):
@@ -388,7 +389,7 @@ class PosixStore(ArtifactStore):
             raise PreconditionFailedError(f"{path!r} in {self.description} exists already.", path=path) from error
         except StorageError as error:
             cause = error.__cause__
-            if not (isinstance(cause, OSError) and cause.errno in _NO_LINKS):
+            if not (isinstance(cause, OSError) and cause.errno in NO_LINKS):
                 raise
             if os.path.lexists(target):
                 raise PreconditionFailedError(f"{path!r} in {self.description} exists already.", path=path) from cause

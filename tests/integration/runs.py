@@ -6,11 +6,26 @@ import hashlib
 from pathlib import Path
 
 from ray import tune
+from ray.tune.schedulers import PopulationBasedTraining
 
 from ray_artifact_sync import ArtifactSyncer, configure
 from tests.integration.places import Place
 
 LINES = [str(n) for n in range(1, 9)]
+
+
+def exploiting() -> PopulationBasedTraining:
+    """A scheduler under which, of two trials, the worse takes over the better one's checkpoint at step 4."""
+    return PopulationBasedTraining(
+        time_attr="training_iteration",
+        metric="score",
+        mode="max",
+        perturbation_interval=4,
+        quantile_fraction=0.5,
+        resample_probability=0.0,
+        hyperparam_mutations={"lr": [0.1, 0.2]},
+        synch=True,
+    )
 
 
 def tuner(

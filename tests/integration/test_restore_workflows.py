@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 from ray import tune
-from ray.tune.schedulers import PopulationBasedTraining
 
 from ray_artifact_sync import ArtifactSyncer
 from tests.integration.drivers import kill_session, run_driver, start_driver, wait_for
 from tests.integration.places import Place, local_place, s3_place
-from tests.integration.runs import LINES, check_exact, trial_dir, tuner
+from tests.integration.runs import LINES, check_exact, exploiting, trial_dir, tuner
 from tests.integration.trainables import Exploited, Logging
 from tests.support.s3_servers import filesystem_at
 
@@ -160,16 +159,6 @@ def test_forced_syncs_are_bounded(ray_cluster, tmp_path, proxy):
 
 
 def pbt(place: Place, tmp_path: Path, config: dict, *, syncer=None, **options):
-    scheduler = PopulationBasedTraining(
-        time_attr="training_iteration",
-        metric="score",
-        mode="max",
-        perturbation_interval=4,
-        quantile_fraction=0.5,
-        resample_probability=0.0,
-        hyperparam_mutations={"lr": [0.1, 0.2]},
-        synch=True,
-    )
     return tuner(
         Exploited,
         place,
@@ -177,7 +166,7 @@ def pbt(place: Place, tmp_path: Path, config: dict, *, syncer=None, **options):
         {"score": tune.grid_search([0, 100]), "lr": 0.1, **config},
         syncer=syncer,
         checkpoint={},
-        tune_config=tune.TuneConfig(scheduler=scheduler, **options),
+        tune_config=tune.TuneConfig(scheduler=exploiting(), **options),
     ).fit()
 
 
