@@ -30,7 +30,7 @@ from ray_artifact_sync.progress import TransferProgress, Watcher, counted, watch
 from ray_artifact_sync.scan import HashCache, SkipRule, scan_tree, take_all
 from ray_artifact_sync.stores.base import ArtifactStore, StoredFile
 from ray_artifact_sync.sync_up import Mirror, SyncPass, SyncReport
-from ray_artifact_sync.transfer import TransferEngine, call_with_retries
+from ray_artifact_sync.transfer import SharedPaths, TransferEngine, call_with_retries
 from ray_artifact_sync.trial_dir import TrialDir, TrialWriter
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class DirectorySync:
         verify_remote: Before the first sync, list the remote directory to find out what of the manifest is still true.
             Otherwise everything is sent once in this process (right for the driver, whose directory holds all trials
             with all their checkpoints).
+        shared: Paths of the remote directory that somebody else may write, too.
         watcher: Shows the progress of what takes long.
     """
 
@@ -60,6 +61,7 @@ class DirectorySync:
         *,
         options: SyncOptions,
         verify_remote: bool,
+        shared: SharedPaths | None = None,
         watcher: Watcher | None = None,
     ) -> None:
         self.local_dir = local_dir
@@ -73,6 +75,7 @@ class DirectorySync:
             max_concurrency=options.max_concurrency,
             retries=options.retries,
             token=self._writer.token,
+            shared=shared,
             watcher=watcher,
             what=os.path.basename(local_dir),
         )

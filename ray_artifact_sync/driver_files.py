@@ -5,12 +5,16 @@ runs elsewhere and cannot know what callbacks put there unless they declare it. 
 
 - Before the driver stores it, a note in the trial dir names it (`driver_note.py`); a session that finds the note leaves
   the path to the driver.
-- What a worker had stored at the path by then is preserved for the checkpoints that list it.
+- Then it copies what the path holds, and preserves of that copy what the worker lists, and all of it: the worker may be
+  about to list it. A session looks for the note between its uploads and its commit (where the store has preconditions,
+  the driver's write is conditional instead). So one of the two sees the other, in any order (Dekker's flags: each
+  raises its own before it looks at the other's).
 - Where the store lets a worker replace the driver's version before it has seen the note (one without preconditions, or
   a large file), the driver sees that at its next syncs and sends its version again. It looks for as long as files of
   the trial change, and `LOOKS` syncs longer.
 
-Declared files cost nothing of this.
+What could not be preserved is not overwritten: the driver's file waits for the next sync. Declared files cost nothing
+of this.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -26,10 +31,12 @@ from blake3 import blake3
 from ray_artifact_sync import layout
 from ray_artifact_sync.concurrency import Deadline, run_all
 from ray_artifact_sync.driver_note import read_note, write_note
-from ray_artifact_sync.entries import FileEntry
-from ray_artifact_sync.errors import ArtifactNotFoundError, ArtifactSyncError
+from ray_artifact_sync.entries import FileEntry, Skip
+from ray_artifact_sync.errors import ArtifactNotFoundError, ArtifactSyncError, ManifestError
+from ray_artifact_sync.local_files import hash_file
 from ray_artifact_sync.plan import PathState
 from ray_artifact_sync.registry import ArtifactRegistry
+from ray_artifact_sync.scan import SkipRule
 from ray_artifact_sync.stores.base import ArtifactStore
 from ray_artifact_sync.trial_dir import TrialDir
 
@@ -62,6 +69,8 @@ class _Trial:
 class DriverFiles:
     """Watches the files of one experiment's staging directory; says each thing once.
 
+    Is a `SharedPaths`: the driver's files that a worker may write, too.
+
     Args:
         local_dir: The staging directory.
         registry: Who writes what.
@@ -76,6 +85,8 @@ class DriverFiles:
         self._with_declared: set[str] = set()
         self._trials: dict[str, _Trial] = {}
         self._said: set[str] = set()
+        self._held_back: set[str] = set()
+        self._open_trial: Callable[[str], ArtifactStore] | None = None
 
     def before_sync(
         self, open_trial: Callable[[str], ArtifactStore], stored: Mapping[str, PathState], deadline: Deadline
@@ -93,6 +104,8 @@ class DriverFiles:
             Paths of the experiment's directory that somebody else has overwritten.
         """
         self._find_new()
+        self._open_trial = open_trial
+        self._held_back.clear()
         overwritten: set[str] = set()
         lock = threading.Lock()
 
@@ -107,6 +120,27 @@ class DriverFiles:
 
         run_all(self._to_visit(), visit, workers=self._workers, deadline=deadline)
         return overwritten
+
+    def __contains__(self, path: object) -> bool:
+        """See `SharedPaths`."""
+        trial, _, name = str(path).partition("/")
+        return trial in self._with_declared and trial in self._trials and name in self._trials[trial].names
+
+    def before_replacing(self, path: str) -> None:
+        """See `SharedPaths`."""
+        trial, _, name = path.partition("/")
+        if path in self and self._open_trial is not None:
+            self._save_workers_versions(TrialDir(self._open_trial(trial), trial), {name}, unseen={name})
+
+    def sync_rule(self, rule: SkipRule) -> SkipRule:
+        """A rule that also leaves out files at whose paths the worker's could not be preserved yet."""
+
+        def skip(path: str, is_dir: bool) -> Skip | None:
+            if path in self._held_back:
+                return Skip(path, "what the worker has stored there could not be preserved yet", "owned")
+            return rule(path, is_dir)
+
+        return skip
 
     # --- the local side ---------------------------------------------------------------------------
 
@@ -151,12 +185,18 @@ class DriverFiles:
         }
         if known.noted is None:
             known.noted = read_note(store)
+        unseen = overwritten | (known.names - known.noted)
         if not known.names <= known.noted:
             noted = known.noted | known.names
             write_note(store, noted)
             known.noted = noted
-        if known.new or overwritten:
-            self._save_workers_versions(TrialDir(store, trial), known.new | overwritten)
+        if known.new or unseen:
+            try:
+                self._save_workers_versions(TrialDir(store, trial), known.new | unseen, unseen=unseen)
+            except ArtifactSyncError:
+                known.noted -= unseen  # to be looked at again
+                self._held_back.update(f"{trial}/{name}" for name in unseen)
+                raise
             known.new.clear()
         return overwritten
 
@@ -166,15 +206,26 @@ class DriverFiles:
             self._with_declared.add(trial)
         return trial in self._with_declared
 
-    def _save_workers_versions(self, worker: TrialDir, names: Iterable[str]) -> None:
-        """The driver's files stay; what a worker stored at the same paths is kept for its checkpoints."""
-        head = worker.head()
-        entries = {name: entry for name in names if (entry := head.manifest.get(name) if head else None)}
-        for name in sorted(entries):
-            if not entries[name].is_dir:
-                self._say_collision(worker.name, name)
-        if entries:
-            _preserve(worker, entries)
+    def _save_workers_versions(self, worker: TrialDir, names: Collection[str], *, unseen: Collection[str]) -> None:
+        """The driver's files stay; what a worker stored at the same paths is kept for its checkpoints.
+
+        Args:
+            worker: The trial.
+            names: Where to look.
+            unseen: Where the worker may be writing just now. At the others it knew of the note by the time it began:
+                what matters there is listed.
+        """
+        copies = {name: copy for name in sorted(unseen) if (copy := _take(worker.store, name))}
+        head = _head(worker)
+        listed = {name: entry for name in names if (entry := head.get(name))}
+        copies |= {name: copy for name in listed.keys() - unseen if (copy := _take(worker.store, name))}
+        if not copies:
+            return
+        own = {name: _digest(os.path.join(self._local_dir, worker.name, name)) for name in copies}
+        collided = _preserve(worker, copies, listed, own)
+        worker.store.delete(copies.values())
+        for name in sorted(collided):
+            self._say_collision(worker.name, name)
 
     def _say_undeclared(self, trial: str, name: str) -> None:
         pattern = f"{name.partition('/')[0]}/" if "/" in name else name
@@ -230,35 +281,91 @@ def _is_there(store: ArtifactStore, name: str, state: PathState) -> bool:
     return present.etag is None or state.etag is None or present.etag == state.etag
 
 
-def _preserve(worker: TrialDir, entries: Mapping[str, FileEntry]) -> None:
-    """Copies what the worker's checkpoints and its head list, from the paths to the preserved versions."""
+def _head(worker: TrialDir) -> Mapping[str, FileEntry]:
+    """What the worker lists as its newest artifacts; nothing if that is damaged."""
+    try:
+        head = worker.head()
+    except ManifestError as error:
+        logger.debug("%s", error)
+        return {}
+    return head.manifest.entries if head else {}
+
+
+def _take(store: ArtifactStore, name: str) -> str:
+    """Copies what a path holds to where only the driver writes.
+
+    Returns:
+        Where to; empty if the path holds nothing.
+    """
+    copy = f"{layout.TAKING}/{blake3(name.encode()).hexdigest()}"
+    try:
+        store.copy(name, copy)
+    except ArtifactNotFoundError:
+        return ""
+    return copy
+
+
+def _digest(local_path: str) -> str:
+    with suppress(OSError, ArtifactSyncError):
+        return hash_file(local_path).digest
+    return ""
+
+
+def _preserve(
+    worker: TrialDir, copies: Mapping[str, str], listed: Mapping[str, FileEntry], own: Mapping[str, str]
+) -> set[str]:
+    """Keeps what copies of paths hold, as far as the worker lists it or may be about to.
+
+    Args:
+        worker: The trial. What it lists is looked up now, after the copies were made: what is listed later is what they
+            hold, or was stored by somebody who has seen the note.
+        copies: Path to the copy of what it held.
+        listed: What the head says about them.
+        own: Path to the digest of the driver's file.
+
+    Returns:
+        The paths that held something of the worker's.
+    """
     inventory = worker.inventory()
     stacks = [worker.snapshot(name, paths) for name, paths in inventory.snapshots.items()]
-    stacks += [worker.exploit(key) for key in inventory.exploits]
-    for name, newest in entries.items():
-        listed = [newest, *(stack.manifest.get(name) for stack in stacks if stack is not None)]
-        versions = {(entry.size, entry.digest) for entry in listed if entry is not None and entry.size}
-        wanted = sorted(version for version in versions if version[1] not in inventory.objects)
-        for digest in _held(worker.store, name, wanted):
-            worker.store.copy(name, layout.object_path(NO_TOKEN, digest))
+    for key in inventory.exploits:
+        with suppress(ManifestError):  # damaged: it stands for nothing
+            stacks.append(worker.exploit(key))
+    collided = set()
+    for name, copy in copies.items():
+        entries = [listed.get(name), *(stack.manifest.get(name) for stack in stacks if stack is not None)]
+        versions = {(entry.size, entry.digest) for entry in entries if entry is not None and entry.size}
+        whole, beginnings = _digests_of(worker.store, copy, sorted(versions))
+        if versions or (whole and whole != own[name]):
+            collided.add(name)
+        wanted = {digest for _, digest in versions} & beginnings | ({whole} - {"", own[name]})
+        for digest in sorted(wanted - inventory.objects.keys()):
+            worker.store.copy(copy, layout.object_path(NO_TOKEN, digest))
+    return collided
 
 
-def _held(store: ArtifactStore, name: str, versions: list[tuple[int, str]]) -> list[str]:
-    """Which versions (size and digest, the smallest first) what a path holds begins with."""
-    found: list[str] = []
+def _digests_of(store: ArtifactStore, path: str, versions: list[tuple[int, str]]) -> tuple[str, set[str]]:
+    """The digest of a file (empty if there is nothing in it), and those of its beginnings.
+
+    Args:
+        store: Where it is.
+        path: The file.
+        versions: Size in bytes and digest of what it may begin with, the smallest first.
+
+    Returns:
+        The first, and which versions' digests are right.
+    """
+    found: set[str] = set()
     left = list(versions)
     hasher, offset = blake3(), 0
-    try:
-        for chunk in store.read_chunks(name, length=left[-1][0]) if left else ():
-            view = memoryview(chunk)
-            while left and offset + len(view) >= left[0][0]:
-                size, digest = left.pop(0)
-                hasher.update(view[: size - offset])
-                view, offset = view[size - offset :], size
-                if hasher.copy().hexdigest() == digest:
-                    found.append(digest)
-            hasher.update(view)
-            offset += len(view)
-    except ArtifactNotFoundError:
-        return []
-    return found
+    for chunk in store.read_chunks(path):
+        view = memoryview(chunk)
+        while left and offset + len(view) >= left[0][0]:
+            size, digest = left.pop(0)
+            hasher.update(view[: size - offset])
+            view, offset = view[size - offset :], size
+            if hasher.hexdigest() == digest:
+                found.add(digest)
+        hasher.update(view)
+        offset += len(view)
+    return (hasher.hexdigest() if offset else ""), found

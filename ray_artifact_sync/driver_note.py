@@ -99,8 +99,7 @@ def save_version(  # noqa: PLR0917  (one caller)
 ) -> bool:
     """Preserves a worker's version of a path that the driver writes now.
 
-    The driver preserves what it replaces, too; but where a store lets both write, what it looked at may have been
-    replaced since.
+    The driver preserves what it finds after it has left its note; this is for what a worker stored since.
 
     Args:
         store: The trial dir.
@@ -122,8 +121,15 @@ def save_version(  # noqa: PLR0917  (one caller)
         logger.debug("%s is not preserved from this node: %s", path, error)
     else:
         return True
-    present = store.stat(path)
-    if present is None or etag is None or present.etag != etag:
-        return False  # the driver's: it has preserved what was there before
+    if not _is_still(store, path, etag):
+        return False
     store.copy(path, target)
-    return True
+    if _is_still(store, path, etag):  # so it was when it was copied
+        return True
+    store.delete([target])
+    return False
+
+
+def _is_still(store: ArtifactStore, path: str, etag: str | None) -> bool:
+    present = store.stat(path)
+    return present is not None and etag is not None and present.etag == etag

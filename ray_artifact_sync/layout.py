@@ -17,6 +17,7 @@
     tmp/<token>/                    files being written, on stores that need a rename to be atomic
   .ray_artifact_sync_driver/
     files.json                      files of this trial that the driver writes although no callback declares them
+    taking/<key>                    copy of what a path held, while the driver looks what of it must be preserved
 
 <working dir>/
   .ray_artifact_sync/
@@ -42,6 +43,7 @@ TMP = f"{STATE_DIR}/tmp"  # noqa: S108  (in the trial dir)
 DRIVER_DIR = f"{STATE_DIR}_driver"
 """Beside the state dir, so that the listing of a trial dir's top level, which a checkpoint needs anyway, shows it."""
 DRIVER_FILES = f"{DRIVER_DIR}/files.json"
+TAKING = f"{DRIVER_DIR}/taking"
 
 SET_ASIDE = f"{STATE_DIR}/set_aside"
 LOCK = f"{STATE_DIR}/lock"

@@ -6,6 +6,8 @@ The rules that keep the promises:
   and what a restore set aside. A version (path, size, digest) is readable if its path holds content that begins with
   it, or if it was preserved under its digest.
 - Before content at a path is replaced by content that does not begin with a pinned version, that version is preserved.
+- What a snapshot lists that is not written yet is preserved as well before content is added to it: who comes to take
+  the path over (the driver) preserves what is listed and all that is there, but cannot know of such a beginning.
 - An append is planned only onto content that this very session wrote, and only after the hash of the local prefix
   proved equal.
 """
@@ -129,6 +131,7 @@ def plan_sync_up(
     head: Manifest,
     states: Mapping[str, PathState],
     pinned: Sequence[Manifest] = (),
+    unwritten: Sequence[Manifest] = (),
     preserved: Collection[str] = frozenset(),
     can_append: bool = False,
     min_append_size: int = 0,
@@ -140,6 +143,7 @@ def plan_sync_up(
         head: Newest committed manifest.
         states: Artifact path to what that path holds now.
         pinned: Manifests whose versions must stay readable; the head belongs to them.
+        unwritten: Those of them that are in no document on storage yet.
         preserved: Digests already kept as objects.
         can_append: Whether the store can append.
         min_append_size: Bytes that a file must have in storage before an append pays; 0 where it always does.
@@ -147,7 +151,9 @@ def plan_sync_up(
     Returns:
         The plan. Files whose digest is not known are uploads, their digest being computed on the way.
     """
-    planner = _Planner(head, states, pinned, preserved, can_append=can_append, min_append_size=min_append_size)
+    planner = _Planner(
+        head, states, pinned, unwritten, preserved, can_append=can_append, min_append_size=min_append_size
+    )
     for path, file in local.items():
         planner.local_file(path, file)
     planner.kind_changes(local)
@@ -169,6 +175,7 @@ class _Planner:
         head: Manifest,
         states: Mapping[str, PathState],
         pinned: Sequence[Manifest],
+        unwritten: Sequence[Manifest],
         preserved: Collection[str],
         *,
         can_append: bool,
@@ -177,6 +184,7 @@ class _Planner:
         self.head = head
         self.states = states
         self.pinned = pinned
+        self.unwritten = unwritten
         self.preserved = preserved
         self.can_append = can_append
         self.min_append_size = min_append_size
@@ -200,7 +208,7 @@ class _Planner:
             return
         transfer = self.transfer(path, file, entry, state)
         self.transfers.append(transfer)
-        if state is not None and not isinstance(transfer, Append):
+        if state is not None:
             self.preserve_what_is_lost(path, file)
 
     def transfer(self, path: str, file: LocalFile, entry: FileEntry | None, state: PathState | None) -> Transfer:
@@ -246,6 +254,8 @@ class _Planner:
             for size, digest in pinned_versions(path, self.pinned, self.preserved)
             if not (file.digest == digest and file.size == size) and file.prefix_digests.get(size) != digest
         }
+        # Other content: were it the same, there was nothing to transfer.
+        lost |= {digest for _, digest in pinned_versions(path, self.unwritten, self.preserved)}
         if lost:
             self.preserves[path] = Preserve(path, tuple(sorted(lost)), "about to be replaced, a manifest needs it")
 

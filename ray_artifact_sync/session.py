@@ -488,6 +488,7 @@ class TrialArtifacts:
             finally:
                 self.stats.seconds += time.monotonic() - started
             known = self._known
+            report = self._leave_out_taken(report, deadline)
             self._log.skips(report.skips)
             self._commit(report.manifest, deadline)
             if self._spare_files >= SPARE_FILES or self._spare_bytes >= SPARE_BYTES:
@@ -521,6 +522,7 @@ class TrialArtifacts:
             mirror=known.mirror,
             cache=self._cache,
             pinned=known.pinned(history=self.options.history),
+            unwritten=[known.in_flight.manifest] if known.in_flight is not None else [],
             deadline=deadline,
             rule=self._rule,
             skip_checkpoints=True,
@@ -879,13 +881,44 @@ class TrialArtifacts:
         if path in self._taken:
             raise PathTakenError(reason(path))
 
-    def _leave_to_driver(self) -> None:
-        """Gives up the paths that the driver has taken; what checkpoints need of them is preserved first."""
+    def _leave_out_taken(self, report: SyncReport, deadline: Deadline) -> SyncReport:
+        """Looks for the driver's note between the uploads and their commit, where the store lets both write a path.
+
+        The driver preserves what it replaces, but not what is stored after it has looked. What it may have replaced
+        since is not committed, unless it can be preserved now.
+        """
+        known = self._known
+        if known.uncertain is None and report.manifest.same_content(known.stack.manifest):
+            return report
+        self._request(self._writer.settle, deadline, "Finding out about preconditions")
+        if self.store.can_precondition:
+            return report
+        self._request(self._read_note, deadline, "Looking for the driver's note")
+        taken = self._taken
+        self._leave_to_driver(report.manifest)
+        gone = [
+            entry.path
+            for entry in report.manifest
+            if entry.path in taken and entry.size and entry.digest not in known.mirror.preserved
+        ]
+        if not gone:
+            return report
+        entries = {path: entry for path, entry in report.manifest.entries.items() if path not in gone}
+        skips = (*report.skips, *(Skip(path, reason(path), "owned") for path in gone))
+        return replace(report, manifest=Manifest(entries), skips=skips)
+
+    def _leave_to_driver(self, newest: Manifest | None = None) -> None:
+        """Gives up the paths that the driver has taken; what checkpoints need of them is preserved first.
+
+        Args:
+            newest: What was just stored and is not committed yet.
+        """
         if self._given_up is self._taken:
             return
         known, taken = self._known, self._taken
+        pinned = known.pinned(history=True) + ([newest] if newest is not None else [])
         for path in [path for path in known.mirror.states if path in taken]:
-            for size, digest in pinned_versions(path, known.pinned(history=True), known.mirror.preserved):
+            for size, digest in pinned_versions(path, pinned, known.mirror.preserved):
                 local = self._working_dir.local_path(path)
                 target = layout.object_path(self.token, digest)
                 if save_version(self.store, local, path, size, digest, known.mirror.states[path].etag, target):

@@ -87,6 +87,7 @@ class SyncPass:
         mirror: What storage holds; brought up to date with every request that was made, also by a failing pass.
         cache: Digests of local files.
         pinned: Manifests whose versions must stay readable, the head among them.
+        unwritten: Those of them that are in no document on storage yet.
         deadline: Ends the pass.
         rule: Leaves local files out.
         skip_checkpoints: Leave out Ray's checkpoint directories.
@@ -103,6 +104,7 @@ class SyncPass:
     pinned: Sequence[Manifest]
     deadline: Deadline
     rule: SkipRule
+    unwritten: Sequence[Manifest] = ()
     skip_checkpoints: bool = False
     staging: str = ""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -192,6 +194,7 @@ class SyncPass:
             head=self.mirror.head,
             states=self.mirror.states,
             pinned=self.pinned,
+            unwritten=self.unwritten,
             preserved=self.mirror.preserved,
             can_append=self.engine.store.can_append,
             min_append_size=self.engine.store.min_append_size,

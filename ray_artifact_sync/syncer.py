@@ -292,6 +292,9 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
 
     def _sync_up_now(self, local_dir: str, remote_dir: str, rule: SkipRule, deadline: Deadline) -> None:
         key = (os.path.abspath(local_dir), str(remote_dir).rstrip("/"))
+        if self._on_driver and self._driver_files is None:
+            _warn_without_callback()
+            self._driver_files = DriverFiles(key[0], self._registry, max_concurrency=self.max_concurrency)
         directory = self._directories.get(key)
         if directory is None:
             directory = self._directories[key] = DirectorySync(
@@ -299,12 +302,11 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
                 self._open(key[1]),
                 options=self.options(),
                 verify_remote=not self._on_driver,
+                shared=self._driver_files,
                 watcher=None if self._on_driver else self.watcher(),
             )
-        if self._on_driver:
-            if self._driver_files is None:
-                _warn_without_callback()
-                self._driver_files = DriverFiles(key[0], self._registry, max_concurrency=self.max_concurrency)
+        if self._driver_files is not None:
+            rule = self._driver_files.sync_rule(rule)
             directory.forget(self._driver_files.before_sync(directory.store.below, directory.stored, deadline))
         directory.sync_up(deadline, rule)
 

@@ -13,10 +13,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import tenacity
 
@@ -114,6 +114,20 @@ def call_with_retries(
     )(attempt_again)
 
 
+class SharedPaths(Protocol):
+    """Paths that somebody else may write, too, for a writer who replaces what is there but must not lose it."""
+
+    def __contains__(self, path: object) -> bool:
+        """Whether a path is one of them."""
+
+    def before_replacing(self, path: str) -> None:
+        """Is told that a path holds what this writer did not leave there, before that is replaced.
+
+        Raises:
+            StorageError: It could not be preserved; it is not replaced then.
+        """
+
+
 @dataclass(slots=True)
 class TransferResult:
     """What a run did.
@@ -151,6 +165,7 @@ class TransferEngine:
         confirm_writer: Called after a refused precondition: raises if somebody else may write now.
         confirm_path: Called with a path that holds something else than this writer left there: raises
             `PathTakenError` if it must stay. Noticed where the store has preconditions, and on POSIX by a look.
+        shared: For a writer that is not the only one, in the place of the other two: where it must not be alone.
         watcher: Shows the progress of what takes long.
         what: What is transferred, for people: the trial.
 
@@ -169,6 +184,7 @@ class TransferEngine:
         before_write: Callable[[], None] | None = None,
         confirm_writer: Callable[[], None] | None = None,
         confirm_path: Callable[[str], None] | None = None,
+        shared: SharedPaths | None = None,
         watcher: Watcher | None = None,
         what: str = "Files",
     ) -> None:
@@ -180,7 +196,8 @@ class TransferEngine:
         self._token = token
         self._before_write = before_write
         self._confirm_writer = confirm_writer
-        self._confirm_path = confirm_path
+        self._confirm_path = confirm_path if shared is None else shared.before_replacing
+        self._shared = shared
         self._watcher = watcher
         self._budget = ByteBudget(MEMORY_BUDGET)
         self._writing: set[str] = set()
@@ -312,6 +329,14 @@ class TransferEngine:
         """What a file counts for in the memory budget, in bytes."""
         return size if size <= SMALL_FILE else min(2 * size, LARGE_FILE_WEIGHT)
 
+    def is_guarded(self, path: str) -> bool:
+        """Whether what a path holds is looked at before it is replaced, where the store makes that possible."""
+        return self._confirm_writer is not None if self._shared is None else path in self._shared
+
+    def is_shared(self, path: str) -> bool:
+        """Whether another writer is known to write there."""
+        return self._shared is not None and path in self._shared
+
     def put_file(
         self,
         path: str,
@@ -334,7 +359,7 @@ class TransferEngine:
                 return self.store.put(path, chunks, size_hint=size, **precondition)  # type: ignore[arg-type]
 
         def guarded() -> StoredFile:
-            if self.store.can_precondition is False or self._confirm_writer is None:
+            if self.store.can_precondition is False or not self.is_guarded(path):
                 self.look(path, state)
                 return put()
             # Of a path that is not known, the first guess is that it holds nothing: never write unconditionally.
@@ -349,7 +374,8 @@ class TransferEngine:
                 # landed although its answer was lost, or something that somebody else left at this path.
                 present = self.store.stat(path)
                 etag = present.etag if present else None
-                self._confirm_writer()  # after the look: what it saw must not be a newer writer's
+                if self._confirm_writer is not None:
+                    self._confirm_writer()  # after the look: what it saw must not be a newer writer's
                 if self._confirm_path is not None:
                     self._confirm_path(path)
                 logger.debug("%s is not what this writer left there; replacing it.", path)
@@ -364,7 +390,7 @@ class TransferEngine:
         Raises:
             PathTakenError: It does not, and what it holds must stay.
         """
-        if self._confirm_path is None or not self.store.can_fence:
+        if self._confirm_path is None or not self.store.can_fence or not self.is_guarded(path):
             return
         present = self.store.stat(path)
         if present is not None and (state is None or state.etag != present.etag):
@@ -372,7 +398,9 @@ class TransferEngine:
 
     def taken(self, path: str, error: Exception) -> PathTakenError | None:
         """Whether a write failed because somebody else's file, or directory, stands in the way and must stay."""
-        if self._confirm_path is None or not self.store.can_fence or not isinstance(error, StorageError):
+        if self._confirm_writer is None or self._confirm_path is None or not self.store.can_fence:
+            return None
+        if not isinstance(error, StorageError):
             return None
         try:
             self._confirm_path(path)
@@ -454,12 +482,12 @@ class _Job:
                 self.skip(Skip(op.path, str(error), "owned"))
             except FileNotFoundError as error:
                 if isinstance(error, ArtifactSyncError):
-                    self.fail(op.path, error)
+                    self.fail(op, error)
                 else:
                     self.skip(Skip(op.path, "deleted before it could be sent", "vanished"))
             except PermissionError as error:
                 if isinstance(error, ArtifactSyncError):
-                    self.fail(op.path, error)
+                    self.fail(op, error)
                 else:
                     self.skip(Skip(op.path, f"unreadable: {error.strerror}", "unreadable"))
             except InvalidPathError as error:
@@ -471,7 +499,7 @@ class _Job:
                 if (taken := self.engine.taken(op.path, error)) is not None:
                     self.skip(Skip(op.path, str(taken), "owned"))
                 else:
-                    self.fail(op.path, error)
+                    self.fail(op, error)
 
         def paced(op: Preserve | Remove | Transfer) -> None:
             # Of a large file, the kernel and the hasher take most of the time, and they leave the interpreter alone.
@@ -489,10 +517,11 @@ class _Job:
             failed.startswith(f"{path}/") or path.startswith(f"{failed}/") for failed in failures
         )
 
-    def fail(self, path: str, error: BaseException) -> None:
+    def fail(self, op: Preserve | Remove | Transfer, error: BaseException) -> None:
         with self._lock:
-            self.result.failures[path] = error
-            self.result.states[path] = PathState()
+            self.result.failures[op.path] = error
+            if not (isinstance(op, Append) and op.path in self.result.states):  # else `append` has found it out
+                self.result.states[op.path] = PathState()
 
     def skip(self, skip: Skip) -> None:
         with self._lock:
@@ -591,13 +620,29 @@ class _Job:
             self.upload(op)
             return
         except BaseException:
+            state = self.after_failed_append(op, state)
             with self._lock:
-                self.result.states[op.path] = PathState()  # its end is not known now; its beginning stands
+                self.result.states[op.path] = state
             raise
         assert reader.hashed is not None
         self.landed(op, reader.hashed, stored, sent=op.size - op.offset)
 
+    def after_failed_append(self, op: Append, before: PathState | None) -> PathState:
+        """What the path holds then: its beginning stands; on a disk, its size says whether that is all.
+
+        If it is, the next try appends again. To send the whole file, a disk without room needs the most room.
+        """
+        if before is not None and self.engine.store.can_fence:
+            with suppress(StorageError):
+                present = self.engine.store.stat(op.path)
+                if present is not None and present.size == op.offset:
+                    return replace(before, etag=present.etag)
+        return PathState()
+
     def copy(self, op: CopyStored) -> None:
+        if self.engine.is_shared(op.path):  # a copy has no precondition
+            self.upload(Upload(op.path, op.size, op.mtime_ns, op.digest, op.reason))
+            return
         self.engine.look(op.path, self.result.states.get(op.path, self.states.get(op.path)))
         try:
             self.engine.call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -14,6 +15,10 @@ from tests.support.s3_servers import JuicefsServer, MotoServer, RcloneServer, fi
 # pyarrow >= 20 sends parts as aws-chunked without a Content-Length, which some S3-compatible servers (rclone's among
 # them) answer with 411. Read when pyarrow's S3 client starts, here and in Ray's workers.
 os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+
+# A shell that starts a command in the background makes it and all its children ignore Ctrl-C, which some tests press.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONG_FILES = ("test_restore_workflows.py", "test_endings.py", "test_train.py")

@@ -301,6 +301,8 @@ def _state_files(files: Iterable[StoredFile], pinned: _Pinned, token: str) -> It
             case [layout.STATE_DIR, "aside", by, "manifest.json"] if layout.is_token(by):
                 if by < pinned.newest_aside:
                     yield Piece("aside", path, file.size)
+            case [layout.DRIVER_DIR, "taking", _]:  # the driver was killed while it looked
+                yield Piece("tmp", path, file.size)
             case _ if _PROBE.fullmatch(path):
                 yield Piece("probe", path, file.size)
 

@@ -144,7 +144,7 @@ class ArtifactStore(abc.ABC):
     ) -> StoredFile:
         """Adds bytes at the end of a file whose size is `offset`.
 
-        Not atomic: after a failure the file holds its first `offset` bytes and some of the new ones.
+        Not atomic: after a failure the file holds its first `offset` bytes and perhaps some of the new ones.
 
         Args:
             path: Where.

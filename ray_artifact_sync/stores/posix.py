@@ -210,8 +210,12 @@ class PosixStore(ArtifactStore):
                     path=path,
                 )
             os.lseek(descriptor, offset, os.SEEK_SET)
-            for chunk in chunks_of(data):
-                self._write(descriptor, chunk, path)
+            try:
+                for chunk in chunks_of(data):
+                    self._write(descriptor, chunk, path)
+            except BaseException:
+                self._take_back(descriptor, offset)
+                raise
             return _stored(path, os.fstat(descriptor))
         finally:
             os.close(descriptor)
@@ -431,6 +435,12 @@ class PosixStore(ArtifactStore):
                 view = view[os.write(descriptor, view) :]
         except OSError as error:
             raise self._error(error, "write", path) from error
+
+    def _take_back(self, descriptor: int, size: int) -> None:
+        """Cuts off what a failed append has written: on a full disk, it would take the room that the next try needs."""
+        with contextlib.suppress(ArtifactConflictError, OSError):
+            self._check_fence()
+            os.ftruncate(descriptor, size)
 
     def _require_etag(self, path: str, etag: str) -> None:
         present = self.stat(path)

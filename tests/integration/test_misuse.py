@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -85,3 +86,20 @@ def test_a_syncer_that_is_none():
     with pytest.raises(ConfigurationError, match=r"has no option exclude"):
         configure(tune.RunConfig(), exclude="*.tmp")
     assert configure(tune.RunConfig(), syncer=ArtifactSyncer()).sync_config.sync_artifacts
+
+
+@pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="a Ray Client needs ray[client]")
+def test_restore_tuner_through_a_ray_client(ray_cluster, tmp_path):
+    """In a process of its own, which this one's cluster does not know of."""
+    place = local_place(tmp_path)
+    tuner(Logging, place, tmp_path, {}).fit()
+    program = Path(__file__).with_name("client_driver.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "storage/exp")],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])},
+        check=False,
+    )
+    assert "restore_tuner() does not work through a Ray Client; call it on the cluster." in done.stdout, done.stderr

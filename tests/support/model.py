@@ -343,7 +343,21 @@ class _Threading:
 
 
 class World:
-    """Storage, the driver, and some attempts."""
+    """Storage, the driver, and some attempts.
+
+    Args:
+        disk: Storage.
+        scripts: What each attempt does; the last one what `process` does, if there is one.
+        driver: What Ray's driver knows at the start.
+        first: Number of the first attempt.
+        clock_step: See `Clock`.
+        prompt: Claims are written before the next attempt looks for one, and requests take less time than sleep.
+        lost_answers: How many requests may take effect although they seem to fail.
+        extra: Called with this world by each check.
+        taken: Artifacts that may be left out, because somebody else writes there. What is listed of them is readable.
+        process: Makes the last participant, which is no attempt.
+        **options: Of the sessions.
+    """
 
     def __init__(
         self,
@@ -356,6 +370,8 @@ class World:
         prompt: bool = False,
         lost_answers: int = 0,
         extra: Callable[[World], None] | None = None,
+        taken: frozenset[str] = frozenset(),
+        process: Callable[..., Attempt] | None = None,
         **options,
     ) -> None:
         self.base = tempfile.mkdtemp(prefix="model-", dir=SCRATCH)
@@ -366,7 +382,10 @@ class World:
         self.driver = driver or Driver()
         self.threads: dict[int, Attempt] = {}
         self.clock = Clock(self.threads, clock_step)
+        self.taken = taken
         self.attempts = [Attempt(self, first + number, script, **options) for number, script in enumerate(scripts)]
+        if process is not None:
+            self.attempts[-1] = process(self, first + len(scripts) - 1, scripts[-1])
         self.trace: list[tuple[int, str, str]] = []
         self._checked = -1
         for attempt in self.attempts:
@@ -449,16 +468,20 @@ class World:
             if name not in snapshots:
                 raise Violation(f"{name} has no snapshot")
             found = independent_reader.tree_of(place, snapshots[name])
-            if found != tree:
+            if not self.is_tree(found, tree):
                 raise Violation(f"{name} lists {found}, not {tree}")
             if place.read(f"{name}/model") != model:
                 raise Violation(f"the model in {name} is {place.read(f'{name}/model')!r}, not {model!r}")
         head = independent_reader.head_tree(place)
         current = next((one for one in self.attempts if one.number == self.driver.current), None)
-        if current is not None and current.settled is not None and head != current.settled:
+        if current is not None and current.settled is not None and not self.is_tree(head, current.settled):
             raise Violation(f"the head is {head}, not {current.settled}, which attempt {current.number} has synced")
         if self.extra is not None:
             self.extra(self)
+
+    def is_tree(self, found: Tree, wanted: Tree) -> bool:
+        """Whether something is as it must be; what is taken may be left out."""
+        return found == {path: data for path, data in wanted.items() if path in found or path not in self.taken}
 
     def place(self) -> independent_reader.Place:
         files = self.disk.files

@@ -45,6 +45,24 @@ def exploit(attempt: Attempt) -> None:
     attempt.close()
 
 
+def rewrites(attempt: Attempt) -> None:
+    """The file that the driver writes, too: anew for each checkpoint."""
+    attempt.write("flag", b"0")
+    attempt.save(keep=2)
+    attempt.write("flag", b"1")
+    attempt.save(keep=2)
+
+
+def grows(attempt: Attempt) -> None:
+    """The same; each version begins with the one before."""
+    attempt.write("flag", b"0")
+    attempt.save(keep=2)
+    attempt.append("flag", b"1")
+    attempt.sync()
+    attempt.append("flag", b"2")
+    attempt.save(keep=2)
+
+
 def _writes_flag(attempt: Attempt) -> None:
     attempt.write("flag", b"0")
     attempt.save(keep=1)

@@ -143,6 +143,16 @@ def test_temporary_objects(s3_uri, proxy, tmp_path, command):
     assert store.stat(f"{layout.TMP}/append-0123") is None
 
 
+def test_copies_of_a_driver_that_was_killed(disk, command, tmp_path):
+    """It was looking what a path holds that it takes over."""
+    make_trial(disk)
+    copy = tmp_path / "storage/exp/trial_1" / layout.TAKING / "0123"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(b"what the path held")
+    command("gc", disk.uri("exp"), *NOW, "--delete")
+    assert not copy.exists()
+
+
 def test_records_of_restores_before_the_last_one(spot, command, tmp_path):
     trees = make_trial(spot)
     store = spot.store("exp/trial_1")

@@ -14,8 +14,10 @@ from ray_artifact_sync.concurrency import Deadline
 from ray_artifact_sync.directory_sync import DirectorySync
 from ray_artifact_sync.driver_files import LOOKS, DriverFiles
 from ray_artifact_sync.driver_note import TakenPaths, read_note, write_note
+from ray_artifact_sync.errors import StoragePermissionError
 from ray_artifact_sync.options import SyncOptions
 from ray_artifact_sync.registry import ArtifactRegistry
+from ray_artifact_sync.scan import take_all
 from ray_artifact_sync.stores import open_store
 from ray_artifact_sync.stores.posix import PosixStore
 from tests.support.s3_servers import BUCKET, filesystem_at
@@ -32,8 +34,10 @@ class Driver:
 
     def __init__(self, staging, store, registry=None) -> None:
         self.staging, self.store = staging, store
-        self.directory = DirectorySync(str(staging), store, options=SyncOptions(retries=1), verify_remote=False)
         self.files = DriverFiles(str(staging), registry or ArtifactRegistry.default())
+        self.directory = DirectorySync(
+            str(staging), store, options=SyncOptions(retries=1), verify_remote=False, shared=self.files
+        )
         self.write("trial/result.json", b"{}")
 
     def write(self, path, data) -> None:
@@ -43,7 +47,7 @@ class Driver:
     def sync(self) -> set[str]:
         found = self.files.before_sync(self.store.below, self.directory.stored, Deadline())
         self.directory.forget(found)
-        self.directory.sync_up(Deadline())
+        self.directory.sync_up(Deadline(), self.files.sync_rule(take_all))
         return found
 
 
@@ -178,6 +182,108 @@ def test_a_driver_that_comes_in_the_middle_of_a_checkpoint(experiment, worker, t
     assert store.read(NAME) == DRIVERS
 
 
+class Between(WrappedStore):
+    """Calls `act` once, right before the first call of a verb with a path that ends so."""
+
+    act = None
+
+    def around(self, verb, path, act):
+        if self.act is not None and self.verb == verb and path.endswith(self.end):
+            come, self.act = self.act, None
+            come()
+        return act()
+
+    def before(self, verb, end, act) -> None:
+        self.verb, self.end, self.act = verb, end, act
+
+    def below(self, path):
+        store = Between(self.inner.below(path))
+        store.around = self.around
+        return store
+
+
+def test_a_driver_that_comes_between_upload_and_commit(experiment, driver, tmp_path):
+    """What it finds there is listed nowhere yet; and the worker, which has seen no note, is killed right after."""
+    store = Between(experiment().below("trial"))
+    worker = open_session(tmp_path / "work", store, 1)
+    worker.sync()
+    write(worker, WORKERS)
+    write(worker, b"log", "log.txt")
+    driver.write(f"trial/{NAME}", DRIVERS)
+    store.before("put", layout.MANIFEST, driver.sync)
+    assert save(worker, "checkpoint_000000")
+    abandon(worker)
+    assert experiment().below("trial").read(NAME) == DRIVERS
+    tree = restored(experiment, tmp_path, "checkpoint_000000")
+    assert tree == {NAME: WORKERS, "log.txt": b"log"}
+
+
+def test_a_worker_that_writes_between_look_and_write_of_the_driver(experiment, tmp_path):
+    """The driver has preserved one version, and replaces another."""
+    worker = open_session(tmp_path / "work", experiment().below("trial"), 1)
+    write(worker, WORKERS)
+    assert save(worker, "checkpoint_000000")
+    store = Between(experiment())
+    driver = Driver(tmp_path / "staging", store)
+    driver.write(f"trial/{NAME}", DRIVERS)
+
+    def worker_saves() -> None:
+        write(worker, OTHER)
+        assert save(worker, "checkpoint_000001")
+        write(worker, b"changed since, so that the node does not have it")
+        abandon(worker)
+
+    store.before("put", f"trial/{NAME}", worker_saves)
+    driver.sync()
+    assert experiment().below("trial").read(NAME) == DRIVERS
+    assert restored(experiment, tmp_path, "checkpoint_000000", 8) == {NAME: WORKERS}
+    tree = restored(experiment, tmp_path, "checkpoint_000001", 9)
+    assert tree in ({NAME: OTHER}, {}), "listed and there, or refused"
+
+
+def test_what_cannot_be_preserved_is_not_replaced(experiment, worker, tmp_path, caplog):
+    class Refusing(WrappedStore):
+        refuses = True
+
+        def copy(self, source, target):
+            if Refusing.refuses:
+                raise StoragePermissionError("403")
+            super().copy(source, target)
+
+        def below(self, path):
+            return Refusing(self.inner.below(path))
+
+    write(worker, WORKERS)
+    assert save(worker, "checkpoint_000000")
+    driver = Driver(tmp_path / "staging", Refusing(experiment()))
+    driver.write(f"trial/{NAME}", DRIVERS)
+    driver.sync()
+    store = experiment().below("trial")
+    assert store.read(NAME) == WORKERS
+    assert "Could not look at what the worker of trial stored: 403" in caplog.text
+    Refusing.refuses = False
+    driver.sync()
+    assert store.read(NAME) == DRIVERS
+    assert restored(experiment, tmp_path, "checkpoint_000000") == {NAME: WORKERS}
+
+
+def test_nothing_is_left_of_the_look(experiment, driver, worker):
+    write(worker, WORKERS)
+    worker.sync()
+    driver.write(f"trial/{NAME}", DRIVERS)
+    driver.sync()
+    assert [file.path for file in experiment().below("trial").list(layout.DRIVER_DIR)] == [layout.DRIVER_FILES]
+
+
+def test_the_drivers_own_earlier_version_is_not_preserved(experiment, driver, worker, tmp_path):
+    driver.write(f"trial/{NAME}", DRIVERS)
+    driver.sync()
+    again = Driver(tmp_path / "again", driver.store)
+    again.write(f"trial/{NAME}", DRIVERS)
+    again.sync()
+    assert not list(experiment().below("trial").list(layout.OBJECTS))
+
+
 def test_what_is_lost_is_not_replaced_by_the_drivers(tmp_path):
     """Killed in the middle of that: the restore must not take the driver's version for the newest of the worker's."""
     store = PosixStore(tmp_path / "storage")
@@ -297,8 +403,6 @@ def test_a_refused_note_does_not_keep_the_drivers_files(tmp_path, caplog):
     class Refusing(WrappedStore):
         def put(self, path, data, **options):
             if path == layout.DRIVER_FILES:
-                from ray_artifact_sync.errors import StoragePermissionError
-
                 raise StoragePermissionError("403")
             return super().put(path, data, **options)
 

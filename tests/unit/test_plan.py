@@ -293,6 +293,18 @@ def plan_one(data, *, listed=None, stored=None, own=True, pinned=(), can_append=
     return plan_sync_up(local, can_append=can_append, **arguments)
 
 
+@pytest.mark.parametrize("can_append", [True, False])
+def test_what_no_document_lists_yet_is_preserved_before_it_grows(can_append):
+    """Who takes the path over could not know of it; what is listed, they preserve themselves."""
+    listed, old = Manifest.of([entry("x", b"12")]), Manifest.of([entry("x", b"1")])
+    local = {"x": local_file("x", b"123", {1, 2})}
+    arguments = {"head": listed, "states": {"x": state(b"12")}, "pinned": [listed, old], "can_append": can_append}
+    assert plan_sync_up(local, **arguments).preserves == ()
+    (preserve,) = plan_sync_up(local, unwritten=[listed], **arguments).preserves
+    assert (preserve.path, preserve.digests) == ("x", (digest(b"12"),))
+    assert plan_sync_up(local, unwritten=[listed], preserved={digest(b"12")}, **arguments).preserves == ()
+
+
 def test_a_new_file_is_uploaded_unread():
     plan = plan_one(b"new", known=False)
     assert plan.transfers == (Upload("x", 3, 2, None, "new"),)

@@ -409,7 +409,7 @@ def test_append_keeps_the_inode_and_never_creates(store, root):
     assert everything(root) == ["x"]
 
 
-def test_append_whose_iterable_raises_keeps_the_beginning(store):
+def test_append_whose_iterable_raises_leaves_the_file_as_it_was(store):
     store.put("x", b"one")
 
     def broken():
@@ -418,4 +418,19 @@ def test_append_whose_iterable_raises_keeps_the_beginning(store):
 
     with pytest.raises(ValueError, match="mine"):
         store.append("x", 3, broken())
-    assert store.read("x")[:3] == b"one"
+    assert store.read("x") == b"one"
+
+
+def test_a_failed_append_of_a_replaced_writer_touches_nothing(store, root):
+    """A newer one may have looked at the file meanwhile."""
+    store.begin_writing(OLD)
+    store.put("x", b"one")
+
+    def broken():
+        yield b"two"
+        PosixStore(root).begin_writing(NEW)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        store.append("x", 3, broken())
+    assert store.read("x") == b"onetwo"

@@ -18,7 +18,7 @@ from obstore.store import MemoryStore
 
 from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.posix import PosixStore
-from tests.support import model, model_lives
+from tests.support import model, model_driver, model_lives
 from tests.support.model import World, every_crash, every_order, new_disk, quiet, small_limits
 
 RUNS = int(os.environ.get("MODEL_RUNS", "100"))
@@ -60,6 +60,21 @@ def test_any_crashes(store, life):
     explored = every_crash(store, life, attempts=3, limit=RUNS // 4)
     assert set(explored.outcomes) == {"done"}
     assert explored.states > 40
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("life", [model_lives.rewrites, model_lives.grows])
+@pytest.mark.parametrize("drivers", [model_driver.writes_once, model_driver.writes_twice])
+def test_a_file_that_trial_and_driver_write_in_every_order(store, life, drivers):
+    """The trial may be killed at any moment: what it lists is readable at each."""
+    explored = every_order(lambda: shared_file(store, life, drivers), limit=RUNS)
+    assert set(explored.outcomes) == {"done, done"}
+
+
+def shared_file(store, life, drivers) -> World:
+    return World(
+        new_disk(store), [life, drivers], process=model_driver.DriverProcess, taken=frozenset({model_driver.FILE})
+    )
 
 
 # --- the model itself --------------------------------------------------------------------------------
@@ -126,3 +141,17 @@ def test_a_broken_claim_is_noticed(monkeypatch):
     lives = list(model_lives.PAIRS["overwrite"])
     with pytest.raises(model.Violation, match="After these requests"):
         every_order(lambda: World(new_disk("conditional"), lives))
+
+
+@pytest.mark.parametrize("store", ["conditional", "plain"])
+def test_a_driver_that_is_not_looked_for_is_noticed(monkeypatch, store):
+    """Without the look before a commit, or the condition on the driver's write, what is listed gets lost."""
+    from ray_artifact_sync.session import TrialArtifacts
+    from ray_artifact_sync.transfer import TransferEngine
+
+    if store == "plain":
+        monkeypatch.setattr(TrialArtifacts, "_leave_out_taken", lambda _self, report, _deadline: report)
+    else:
+        monkeypatch.setattr(TransferEngine, "is_guarded", lambda self, _path: self._confirm_writer is not None)
+    with pytest.raises(model.Violation, match="unreadable"):
+        every_order(lambda: shared_file(store, model_lives.rewrites, model_driver.writes_once), limit=1000)

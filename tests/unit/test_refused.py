@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -292,7 +293,8 @@ def small_disk(tmp_path):
 
 def test_storage_that_is_full(small_disk, tmp_path):
     place = independent_reader.posix_place(small_disk)
-    session = open_session(tmp_path / "work", PosixStore(small_disk), 1, retries=0)
+    # One at a time, the largest first: `big.bin` lands, and nothing else does.
+    session = open_session(tmp_path / "work", PosixStore(small_disk), 1, retries=0, max_concurrency=1)
     work = session.working_dir
     write(work, "log.txt", b"1\n")
     assert save(session, "checkpoint_000000")
@@ -307,11 +309,29 @@ def test_storage_that_is_full(small_disk, tmp_path):
     assert independent_reader.tree_of(place, independent_reader.snapshots(place)["checkpoint_000000"]) == before
     independent_reader.head_tree(place)
     os.unlink(os.path.join(work, "big.bin"))
-    if (small_disk / "big.bin").exists():
-        (small_disk / "big.bin").unlink()
+    (small_disk / "big.bin").unlink()
     session.sync()
     assert independent_reader.head_tree(place) == read_tree(work)
     assert not [name for name in place.names() if "/tmp/" in name]
+    abandon(session)
+
+
+def test_an_append_to_a_full_disk_is_an_append_the_next_time_too(small_disk, tmp_path):
+    """What it has written is taken back. The whole file, once more beside the stored one, would never fit."""
+    session = open_session(tmp_path / "work", PosixStore(small_disk), 1, retries=0)
+    log = os.path.join(session.working_dir, "log.txt")
+    write(session.working_dir, "log.txt", os.urandom(500_000))
+    session.sync()
+    (small_disk / "in the way").write_bytes(bytes(300_000))
+    with open(log, "ab") as file:
+        file.write(os.urandom(300_000))
+    for _ in range(2):
+        with pytest.raises(IncompleteSyncError, match=r"No space left.*Free some space"):
+            session.sync()
+        assert (small_disk / "log.txt").stat().st_size == 500_000
+    (small_disk / "in the way").unlink()
+    assert session.sync().bytes_sent == 300_000
+    assert independent_reader.head_tree(independent_reader.posix_place(small_disk)) == read_tree(session.working_dir)
     abandon(session)
 
 
@@ -325,7 +345,7 @@ def test_a_node_that_is_full(small_disk, tmp_path):
     abandon(session)
     (small_disk / "in the way").write_bytes(os.urandom(400_000))
     second = open_session(small_disk / "work", PosixStore(tmp_path / "storage"), 2)
-    with pytest.raises(ArtifactSyncError, match="No space left"):
+    with pytest.raises(ArtifactSyncError, match=f"No space left on device: '{second.working_dir}/big.bin'"):
         second.restore("checkpoint_000000", fresh=True)
     abandon(second)
     (small_disk / "in the way").unlink()
@@ -335,6 +355,23 @@ def test_a_node_that_is_full(small_disk, tmp_path):
     assert third.restore("checkpoint_000000", fresh=True).exact
     assert read_tree(third.working_dir) == tree
     abandon(third)
+
+
+def test_a_node_that_is_full_from_the_start(small_disk, tmp_path):
+    def begin(token):
+        return open_session(small_disk / "work", PosixStore(tmp_path / "storage"), token)
+
+    with open(small_disk / "in the way", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    with pytest.raises(OSError, match=f"No space left on device: '{small_disk}/work/"):
+        begin(1)
+    assert not list((small_disk / "work").rglob("token*"))
+    (small_disk / "in the way").unlink()
+    session = begin(2)
+    write(session.working_dir, "a", b"a")
+    assert save(session, "checkpoint_000000")
+    abandon(session)
 
 
 def test_a_failing_copy_keeps_files_and_directories_apart(tmp_path):
