@@ -296,7 +296,7 @@ class ShardedTrial(TrialArtifacts):
         return report
 
     def _agree(self, deadline: Deadline) -> Assignment:
-        """Finds out who uploads what. Three exchanges, with one more if files collide; nothing is written."""
+        """Finds out who uploads what. Two exchanges, and a third if files collide; nothing is written."""
         said = self._together.all("sources", lambda: (self._source(), self._metadata))
         sources = [source for source, _ in said]
         listing_ranks = who_lists(sources)

@@ -522,13 +522,13 @@ def _patch(stack: contextlib.ExitStack, place, name: str, value) -> None:
 @contextlib.contextmanager
 def small_limits() -> Iterator[None]:
     """What is for large trials happens with a few bytes: layers, copies on the server, spare copies that go at once."""
-    from ray_artifact_sync import manifest, plan, session
+    from ray_artifact_sync import attempt_sync, manifest, plan
 
     with contextlib.ExitStack() as stack:
         _patch(stack, manifest, "INLINE_ENTRIES", 1)
         _patch(stack, manifest, "MERGE_RATIO", 1)
         _patch(stack, plan, "MIN_COPY_SIZE", 4)
-        _patch(stack, session, "SPARE_FILES", 2)
+        _patch(stack, attempt_sync, "SPARE_FILES", 2)
         yield
 
 
