@@ -261,14 +261,25 @@ class Attempt:
         known.mirror.head = manifest
         self._takes_over = False
 
-    def _record(self, key: str, deadline: Deadline) -> None:
-        """Records the head as what a checkpoint stands for that says nothing about this trial's artifacts."""
+    def _record(self, key: str, deadline: Deadline, *, anew: bool = False) -> None:
+        """Records the head as what a checkpoint stands for that says nothing about this trial's artifacts.
+
+        Args:
+            key: Of the record.
+            deadline: Ends the work.
+            anew: Also where there is a record: the checkpoint was taken over once more.
+        """
         known = self._known
-        if key in known.exploits:
+        old = known.exploits.get(key)
+        if old is not None and (not anew or old.manifest.same_content(known.stack.manifest)):
             return
         stack = known.exploits[key] = known.stack
         known.inventory = known.inventory.with_exploit(key)
+        replaced = f"{key}, replaced"
+        if old is not None:
+            known.exploits[replaced] = old  # pinned until it is known to be gone
         self._request(lambda: self._writer.write_record(layout.exploit_path(key), stack), deadline, "Recording")
+        known.exploits.pop(replaced, None)
 
     def _check_writer(self) -> None:
         self._working_dir.check()

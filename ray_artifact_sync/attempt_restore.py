@@ -78,7 +78,7 @@ class RestoringAttempt(SyncingAttempt):
         try:
             # The working dir is the truth; nothing to bring back.
             self._sync(deadline)
-            self._record(key, deadline)
+            self._record(key, deadline, anew=True)
         except ArtifactConflictError:
             raise
         except ArtifactSyncError as error:

@@ -18,12 +18,12 @@ from ray.train._internal.storage import StorageContext
 from ray_artifact_sync import layout
 from ray_artifact_sync.checkpoint_upload import upload_checkpoint
 from ray_artifact_sync.concurrency import Deadline
-from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, ConfigurationError
+from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, ConfigurationError, StorageError
 from ray_artifact_sync.metrics import SyncMetrics
 from ray_artifact_sync.session import TrialArtifacts
 from ray_artifact_sync.stores import ArtifactStore, open_store
 from ray_artifact_sync.syncer import ArtifactSyncer
-from ray_artifact_sync.transfer import TransferEngine
+from ray_artifact_sync.transfer import TransferEngine, call_with_retries
 from ray_artifact_sync.trial_dir import TrialDir
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
         Raises:
             ArtifactSyncError: The checkpoint's files were refused; there is no checkpoint.
         """
-        self._check_validation_file()
+        self._check_marker()
         name, target = self.checkpoint_dir_name, self.checkpoint_fs_path
 
         def upload(engine: TransferEngine) -> None:
@@ -117,6 +117,23 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
         except ArtifactSyncError:
             if session.options.on_error == "raise":
                 raise
+
+    def _check_marker(self) -> None:
+        """Ray's check that this node sees the run's storage; a moment without it is no reason to lose the checkpoint.
+
+        Raises:
+            RuntimeError: The node has no access to it, says Ray.
+            StorageError: Storage cannot be reached.
+        """
+
+        def check() -> None:
+            try:
+                self._check_validation_file()
+            except OSError as error:
+                raise StorageError(f"The run's storage cannot be reached: {error}", retryable=True) from error
+
+        syncer = self.sync_config.syncer
+        call_with_retries(check, retries=syncer.retries, deadline=Deadline(), what="Looking for the run's storage")
 
     # --- the session ------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from ray_artifact_sync.errors import (
 from ray_artifact_sync.local_files import FileStat, open_regular
 from ray_artifact_sync.stores import open_uri
 from ray_artifact_sync.stores.base import ArtifactStore, StoredFile
-from ray_artifact_sync.stores.posix import copy_data
+from ray_artifact_sync.stores.posix import PosixStore, copy_data
 from ray_artifact_sync.transfer import MEMORY_BUDGET, call_with_retries
 from ray_artifact_sync.upload_worker import ProcessRunner, Runner, ThreadRunner, UploadRequest
 
@@ -55,6 +55,8 @@ _IDLE_SECONDS = 10.0
 _CHECK_PATH = f"{layout.STATE_DIR}/upload-check"
 _STAGING_PREFIX = "ray-artifact-sync-staging-"
 _ABANDONED_SECONDS = 60.0
+_UNFINISHED_SECONDS = 24 * 3600.0
+"""So long nobody has written to a file that is still being written, on whichever machine."""
 
 
 class RemoteUploader:
@@ -123,6 +125,8 @@ class RemoteUploader:
         store = open_uri(remote_dir, storage_filesystem)
         place = _pickled(remote_dir, storage_filesystem) if executor == "process" else b""
         _check_write_access(store, num_attempts)
+        if isinstance(store, PosixStore):
+            _sweep_unfinished(store.root)
         self.description = store.description
         self._num_attempts = num_attempts
         # What the crew holds must not hold the uploader: it would never be collected.
@@ -660,6 +664,18 @@ def _sweep(parent: str) -> None:
                 continue  # perhaps made a moment ago, and not locked yet
             with _locked(os.path.join(entry.path, "lock")):
                 shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _sweep_unfinished(remote_dir: str) -> None:
+    """Removes what uploaders that were killed had written of a file; object stores show nothing of it."""
+    for folder in _entries(os.path.join(remote_dir, layout.TMP)):
+        if not folder.name.startswith("free-"):
+            continue  # a trial's, whose next attempt sees to it
+        for entry in _entries(folder.path):
+            with suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _UNFINISHED_SECONDS:
+                    os.unlink(entry.path)
+                    os.rmdir(folder.path)  # unless there is more in it
 
 
 def _entries(parent: str) -> list[os.DirEntry[str]]:

@@ -31,6 +31,7 @@ from ray_artifact_sync.entries import FileEntry
 from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, IntegrityError
 from ray_artifact_sync.local_files import FileStat
 from ray_artifact_sync.stores.base import Buffer
+from ray_artifact_sync.stores.sparse import is_hole
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +163,14 @@ class WorkingDir:
 
     def _write_token(self) -> None:
         temporary = self.local_path(f"{layout.LOCAL_TOKEN}.{self.token}")
-        with open(temporary, "w", encoding="ascii") as file:
-            file.write(self.token)
-        os.replace(temporary, self.local_path(layout.LOCAL_TOKEN))
+        try:
+            with _naming(temporary), open(temporary, "w", encoding="ascii") as file:
+                file.write(self.token)
+            os.replace(temporary, self.local_path(layout.LOCAL_TOKEN))
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def _set_leftovers_aside(self) -> None:
         names = [name for name in os.listdir(self.root) if name != layout.STATE_DIR]
@@ -227,7 +233,7 @@ class WorkingDir:
         self.clear_the_way(entry.path)
         fd = _open_alone(local_path)
         try:
-            written = _write_verified(fd, entry, chunks)
+            written = _write_verified(fd, local_path, entry, chunks)
             os.ftruncate(fd, written)
             if entry.mtime_ns:
                 os.utime(fd, ns=(entry.mtime_ns, entry.mtime_ns))
@@ -241,12 +247,13 @@ class WorkingDir:
             Their bytes and BLAKE3.
         """
         self.clear_the_way(path)
-        fd = _open_alone(self.local_path(path))
-        hasher, offset = blake3(), 0
+        local_path = self.local_path(path)
+        fd = _open_alone(local_path)
+        hasher, offset, old_size = blake3(), 0, os.fstat(fd).st_size
         try:
             for chunk in chunks:
                 hasher.update(chunk)
-                offset += _write_at(fd, chunk, offset)
+                offset += _write_at(fd, local_path, chunk, offset, old_size)
             os.ftruncate(fd, offset)
             if mtime_ns:
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
@@ -312,24 +319,38 @@ def _free_place(base: str, path: str) -> str:
     return target
 
 
-def _write_at(fd: int, chunk: Buffer, offset: int) -> int:
-    """Writes all of a chunk; returns its size in bytes."""
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Adds the path to the kernel's errors, which do not name a file that is open: which disk is full?"""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
+def _write_at(fd: int, path: str, chunk: Buffer, offset: int, old_size: int) -> int:
+    """Writes all of a chunk; returns its size in bytes. Beyond the file's old end, zeros are left out: holes."""
     view = memoryview(chunk)
+    if offset >= old_size and is_hole(chunk):
+        return len(view)
     written = 0
-    while written < len(view):
-        written += os.pwrite(fd, view[written:], offset + written)
+    with _naming(path):
+        while written < len(view):
+            written += os.pwrite(fd, view[written:], offset + written)
     return written
 
 
-def _write_verified(fd: int, entry: FileEntry, chunks: Iterable[Buffer]) -> int:
+def _write_verified(fd: int, path: str, entry: FileEntry, chunks: Iterable[Buffer]) -> int:
     hasher = blake3()
-    offset = 0
+    offset, old_size = 0, os.fstat(fd).st_size
     for chunk in chunks:
         view = memoryview(chunk)
         if offset + len(view) > entry.size:
             raise IntegrityError(f"{entry.path}: more than the {entry.size} bytes that the manifest names.")
         hasher.update(view)
-        offset += _write_at(fd, view, offset)
+        offset += _write_at(fd, path, chunk, offset, old_size)
     if offset != entry.size or hasher.hexdigest() != entry.digest:
         raise IntegrityError(
             f"{entry.path}: the {offset} bytes read are not the {entry.size} bytes with BLAKE3 {entry.digest[:16]}... "

@@ -108,10 +108,12 @@ class Node:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
 
-    def thaw(self) -> None:
+    def thaw(self, names: str = "") -> None:
+        """Lets the processes go on whose names begin so."""
         for pid in self.pids[1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().startswith(names):
+                    os.kill(pid, signal.SIGCONT)
 
 
 class Cluster:
@@ -155,19 +157,26 @@ class Cluster:
         """Starts nodes at once; returns when the cluster knows them."""
         import ray
 
-        added = []
+        script = f'mount --make-rprivate / && mount -t tmpfs -o size={disk} tmpfs {self.ray_dir} && exec "$@"'
+        commands = {}
         for name in names:
             ray_start = [
                 *(tool("ray"), "start", f"--address={self.address}", f"--num-cpus={cpus}", "--block"),
                 *(f"--temp-dir={self.ray_dir}", f'--resources={{"{name}": 1}}', "--object-store-memory=100000000"),
             ]
-            script = f'mount --make-rprivate / && mount -t tmpfs -o size={disk} tmpfs {self.ray_dir} && exec "$@"'
-            self.nodes[name] = self._start(name, [*_UNSHARE, "sh", "-c", script, "sh", *ray_start])
-            added.append(self.nodes[name])
+            commands[name] = [*_UNSHARE, "sh", "-c", script, "sh", *ray_start]
+            self.nodes[name] = self._start(name, commands[name])
         known = lambda: {key for node in ray.nodes() if node["Alive"] for key in node["Resources"]}  # noqa: E731
-        for node in added:
-            self._wait_for(node, lambda name=node.name: name in known())
-        return added
+        for name, command in commands.items():
+            for tries_left in (2, 1, 0):  # on a busy machine, Ray's own limits of some 30 s are not enough at times
+                try:
+                    self._wait_for(self.nodes[name], lambda name=name: name in known())
+                    break
+                except RuntimeError:
+                    if not tries_left:
+                        raise
+                    self.nodes[name] = self._start(name, command)
+        return [self.nodes[name] for name in names]
 
     def new_name(self) -> str:
         """A name that no node has had."""

@@ -13,11 +13,16 @@ from ray_artifact_sync import configure, with_artifacts
 from release_tests import trials
 from release_tests.checks import Storage
 from release_tests.cluster import Cluster, Node, wait_until
+from tests.support.fault_proxy import Rule
 
+RUN = "exp"
+STATE_DIR = ".ray_artifact_sync"
 RESTORED_BYTES = 200 * 1024 * 1024
 """Of the large file on a local disk: its upload and its restore take long enough to be caught."""
 SENT_BYTES = 24 * 1024 * 1024
-"""Of the large file on S3, whose connection is slowed down instead."""
+"""Of the large file on S3, where a request is held up instead: more than one part."""
+PATIENCE = 300.0
+"""Seconds that something may take on a busy machine before it counts as not happening."""
 
 
 class Accomplice:
@@ -39,7 +44,7 @@ class Accomplice:
         return self
 
     def __exit__(self, kind, *exc) -> None:
-        self._thread.join(0 if kind else 120)
+        self._thread.join(0 if kind else PATIENCE)
         if self._error is not None:
             raise self._error
         assert kind or not self._thread.is_alive(), "the run was over before everything had happened"
@@ -52,13 +57,21 @@ def trial_config(workdir: Path, storage: Storage, **more: Any) -> dict[str, Any]
     return {"shared": str(shared), "big": big, **more}
 
 
-def tuner(trainable: Any, storage: Storage, config: dict[str, Any], *, plain: bool = False, keep: int | None = None):
-    """A run of one trial; `plain`: with what Ray alone has to offer."""
-    is_function = trainable is trials.function
-    options: dict[str, Any] = {} if is_function else {"checkpoint_frequency": trials.FREQUENCY}
+def tuner(
+    trainable: Any,
+    storage: Storage,
+    config: dict[str, Any],
+    *,
+    plain: bool = False,
+    keep: int | None = None,
+    **options: Any,
+):
+    """A run of one trial; `plain`: with what Ray alone has to offer; `options`: of `configure`."""
+    is_class = isinstance(trainable, type)
+    frequency: dict[str, Any] = {"checkpoint_frequency": trials.FREQUENCY} if is_class else {}
     run_config = tune.RunConfig(
-        name="exp",
-        checkpoint_config=tune.CheckpointConfig(num_to_keep=keep, **options),
+        name=RUN,
+        checkpoint_config=tune.CheckpointConfig(num_to_keep=keep, **frequency),
         failure_config=tune.FailureConfig(max_failures=20),
         verbose=0,
         **storage.run_options,
@@ -66,11 +79,22 @@ def tuner(trainable: Any, storage: Storage, config: dict[str, Any], *, plain: bo
     if plain:
         run_config.sync_config = tune.SyncConfig(sync_artifacts=True, sync_artifacts_on_checkpoint=True)
     else:
-        run_config = configure(run_config)
+        run_config = configure(run_config, **options)
     return tune.Tuner(
-        with_artifacts(trainable) if is_function and not plain else trainable,
-        param_space=config,
-        run_config=run_config,
+        trainable if is_class or plain else with_artifacts(trainable), param_space=config, run_config=run_config
+    )
+
+
+def trainer(loop: Any, storage: Storage, config: dict[str, Any], *, workers: int):
+    """A run of Ray Train V2, each worker on a node of its own."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    return DataParallelTrainer(
+        loop,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=workers, placement_strategy="STRICT_SPREAD"),
+        run_config=RunConfig(name=RUN, failure_config=FailureConfig(max_failures=20), **storage.run_options),
     )
 
 
@@ -78,16 +102,22 @@ class Losses:
     """What can happen to the nodes of a run, each thing once.
 
     Args:
-        cluster: With at least two nodes that one trial fits on.
+        cluster: With a node for each of the run's processes, and one more.
         storage: The run's.
-        config: The trial's.
+        config: The trial's; the steps before whose uploads something happens are in its `waits`.
+
+    Attributes:
+        working_file: Where a worker has the large file, below Ray's directory.
     """
+
+    working_file = f"session_*/artifacts/*/{RUN}/working_dirs/*/big.bin"
 
     def __init__(self, cluster: Cluster, storage: Storage, config: dict[str, Any]) -> None:
         self.cluster, self.storage = cluster, storage
         self.shared = Path(config["shared"])
         self.big = config["big"]
         self.lost = 0
+        self._held_restores: list[Rule] = []
 
     def alive(self) -> list[Node]:
         return [node for node in self.cluster.nodes.values() if node.process.poll() is None]
@@ -103,56 +133,75 @@ class Losses:
 
     def wait_for(self, mark: str) -> Path:
         path = self.shared / mark
-        wait_until(path.exists, 120, what=mark)
+        wait_until(path.exists, PATIENCE, what=mark)
         return path
+
+    def let_go(self, n: int) -> None:
+        """Step `n`, which waits, may begin."""
+        (self.shared / f"go-{n}").touch()
 
     def in_mid_step(self, n: int, rank: int = 0) -> None:
         """Half of the step's files are written."""
         self.lose(self.cluster.node_of(self.wait_for(f"hold-{n}-{rank}")))
 
-    def in_mid_upload(self, n: int) -> Any:
-        """The large file of step `n`'s checkpoint is on its way.
+    def in_mid_upload(self, n: int, rank: int = 0) -> None:
+        """The large file of step `n`, which waits to begin, is on its way to the checkpoint."""
+        node = self.cluster.node_of(self.wait_for(f"before-{n}-{rank}"))
+        self.hold_upload(n, node, rank)
+        if self.storage.proxy is not None:  # for `in_mid_restore`, which may follow at once
+            self._held_restores = [self.storage.proxy.hang("get_object", path) for path in ("big.bin", "/objects/")]
+        self.lose(node)
+
+    def hold_upload(self, n: int, node: Node, rank: int = 0) -> Rule | None:
+        """Lets step `n` begin, and returns when the upload of its large file stands still.
 
         Returns:
-            For `in_mid_restore`: what holds up the restore that follows.
+            What holds up a request of it, on S3; elsewhere its node stands still.
         """
         proxy = self.storage.proxy
-        if proxy is None:
-            mark = self.wait_for(f"saving-{n}")
-            pattern = "*/.ray_artifact_sync/tmp/*/*"
-            run = Path(self.storage.path, "exp")
-            wait_until(lambda: any(map(_size, run.glob(pattern))), 60, what="an upload", pause=0.001)
-            self.lose(self.cluster.node_of(mark))
-            return None
-        proxy.reset_counts()
-        proxy.bandwidth = 4_000_000
-        mark = self.wait_for(f"saving-{n}")
-        wait_until(lambda: proxy.counts["upload_part"], 60, what="an upload", pause=0.002)
-        node = self.cluster.node_of(mark)
-        rule = proxy.hang("get_object", "big.bin", times=1)
-        self.lose(node)
-        proxy.bandwidth = None
-        return rule
+        if proxy is not None:
+            rule = proxy.hang("upload_part", self._part(rank), times=1, abandoned="dropped")
+            self.let_go(n)
+            wait_until(rule.reached.is_set, PATIENCE, what="an upload")
+            return rule
+        run = Path(self.storage.path, RUN)
+        unfinished = lambda: any(map(_size, run.glob(f"*/{self._part(rank)}{STATE_DIR}/tmp/*/*")))  # noqa: E731
+        self.let_go(n)
+        wait_until(unfinished, PATIENCE, what="an upload", pause=0.001)
+        node.freeze()
+        assert unfinished(), "the upload was over before the node could be stopped"
+        return None
 
-    def in_mid_restore(self, rule: Any) -> None:
+    def in_mid_restore(self) -> None:
         """The large file is on its way back; every node is lost."""
         nodes = self.alive()
-        if rule is not None:
-            wait_until(rule.reached.is_set, 120, what="a restore")
+        if self._held_restores:
+            wait_until(lambda: any(rule.reached.is_set() for rule in self._held_restores), PATIENCE, what="a restore")
         else:
             roots = [node.disk(self.cluster.ray_dir) for node in nodes]
-            wait_until(
-                lambda: any(0 < size < self.big for root in roots for size in map(_size, root.glob(WORKING_FILE))),
-                120,
-                what="a restore",
-                pause=0.001,
+            unfinished = lambda: any(  # noqa: E731
+                0 < size < self.big for root in roots for size in map(_size, root.glob(self.working_file))
             )
+            wait_until(unfinished, PATIENCE, what="a restore", pause=0.001)
+            for node in nodes:
+                node.freeze()
+            assert unfinished(), "the restore was over before the nodes could be stopped"
         self.lose(*nodes)
-        if rule is not None:
+        for rule in self._held_restores:
             rule.release()
 
+    def _part(self, rank: int) -> str:
+        """What a path of storage has in it if it is of this rank."""
+        return ""
 
-WORKING_FILE = "session_*/artifacts/*/exp/working_dirs/*/big.bin"
+
+class TrainLosses(Losses):
+    """The same for the workers of Ray Train."""
+
+    working_file = f"session_*/artifacts/{RUN}.artifacts/rank_*/big.bin"
+
+    def _part(self, rank: int) -> str:
+        return f"rank_{rank}/"
 
 
 def _size(path: Path) -> int:

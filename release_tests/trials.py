@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ray import tune
@@ -89,6 +90,29 @@ def hold(config: dict, n: int, rank: int = 0) -> None:
         time.sleep(0.02)
 
 
+def wait_before(config: dict, n: int, rank: int = 0) -> None:
+    """Waits before some steps for the mark `go-<step>`: until what is to happen to the step has been prepared."""
+    if n not in config.get("waits", ()):
+        return
+    mark(config, f"before-{n}-{rank}", node_id())
+    while not Path(config["shared"], f"go-{n}").exists():
+        time.sleep(0.02)
+
+
+def check_restored(config: dict, n: int, rank: int = 0) -> None:
+    """Compares the working directory with what it was after step `n`, and says so to the others if it differs."""
+    digests = {}
+    for folder, dirs, files in os.walk("."):
+        dirs[:] = [name for name in dirs if not name.startswith(".ray_artifact_sync")]
+        for name in files:
+            path = os.path.join(folder, name)
+            digests[os.path.relpath(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    if digests != expected(n, config, rank):
+        mark(config, "inexact", f"rank {rank} restored as of step {n}: {sorted(digests)}")
+        raise RuntimeError("the artifacts are not what they were")
+    mark(config, f"restored-{time.time_ns()}", str(n))
+
+
 class WriterBody(tune.Trainable):
     def setup(self, config: dict) -> None:
         self.cfg = config
@@ -97,6 +121,7 @@ class WriterBody(tune.Trainable):
 
     def step(self) -> dict:
         self.n += 1
+        wait_before(self.cfg, self.n)
         write_step(self.n, self.cfg, between=lambda: hold(self.cfg, self.n))
         mark(self.cfg, f"step-{self.n}", node_id())
         time.sleep(self.cfg.get("pause", 0))
@@ -116,27 +141,29 @@ class Writer(ArtifactSyncMixin, WriterBody):
     def restore(self, checkpoint_path):
         mark(self.cfg, f"restoring-{time.time_ns()}", node_id())
         restored = super().restore(checkpoint_path)
-        digests = {}
-        for folder, dirs, files in os.walk("."):
-            dirs[:] = [name for name in dirs if not name.startswith(".ray_artifact_sync")]
-            for name in files:
-                path = os.path.join(folder, name)
-                digests[os.path.relpath(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        if digests != expected(self.n, self.cfg):
-            mark(self.cfg, "inexact", f"restored as of step {self.n}: {sorted(digests)}")
-            raise RuntimeError("the artifacts are not what they were")
-        mark(self.cfg, f"restored-{time.time_ns()}", str(self.n))
+        check_restored(self.cfg, self.n)
         return restored
 
 
+def function_body(config: dict) -> None:
+    """The same as a function."""
+    run_function(config, on_restored=lambda n: None)
+
+
 def function(config: dict) -> None:
-    """The same as a function; to be wrapped in `with_artifacts`."""
+    """With this library; to be wrapped in `with_artifacts`."""
+    run_function(config, on_restored=lambda n: check_restored(config, n))
+
+
+def run_function(config: dict, on_restored: Callable[[int], None]) -> None:
     checkpoint = tune.get_checkpoint()
     start = 0
     if checkpoint is not None:
         with checkpoint.as_directory() as directory:
             start = int(Path(directory, "n").read_text())
+        on_restored(start)
     for n in range(start + 1, config.get("steps", STEPS) + 1):
+        wait_before(config, n)
         write_step(n, config, between=lambda n=n: hold(config, n))
         mark(config, f"step-{n}", node_id())
         with tempfile.TemporaryDirectory() as directory:
@@ -160,7 +187,9 @@ def train_loop(config: dict) -> None:
         if checkpoint is not None:
             with checkpoint.as_directory() as directory:
                 start = int(Path(directory, "n").read_text())
+            check_restored(config, start, rank)
         for n in range(start + 1, config.get("steps", STEPS) + 1):
+            wait_before(config, n, rank)
             write_step(n, config, rank, between=lambda n=n: hold(config, n, rank))
             mark(config, f"step-{n}-{rank}", node_id())
             with tempfile.TemporaryDirectory() as directory:
@@ -169,6 +198,19 @@ def train_loop(config: dict) -> None:
                     Path(directory, "n" if rank == 0 else f"rank_{rank}").write_text(str(n))
                     saved = ray.train.Checkpoint.from_directory(directory)
                 artifacts.report({"n": n}, saved)
+
+
+def plain_train_loop(config: dict) -> None:
+    """What a rank does without this library: its files lie where Ray lets it work."""
+    import ray.train
+
+    context = ray.train.get_context()
+    directory = Path(f"rank_{context.get_world_rank()}")
+    directory.mkdir()
+    os.chdir(directory)
+    for n in range(1, config.get("steps", STEPS) + 1):
+        write_step(n, config, context.get_world_rank())
+        ray.train.report({"n": n})
 
 
 def forget_marks(shared: Path, *names: str) -> None:

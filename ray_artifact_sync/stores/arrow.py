@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -34,6 +35,7 @@ from ray_artifact_sync.stores.base import (
 )
 from ray_artifact_sync.stores.common import (
     TRANSIENT_ERRNOS,
+    UNTRUSTED,
     byte_length,
     check_azure_key,
     check_path,
@@ -57,6 +59,11 @@ _REFUSED_TEXT = re.compile(
     r"(?i)access.?denied|permission.?denied|forbidden|unauthori[sz]ed|invalid.?access.?key"
     r"|signature.?does.?not.?match|signature_|expired.?token|(http|status|code)\D{0,12}(401|403)\b"
 )
+# S3 answers 400 for credentials that have expired. To HEAD, that has no body which says so; of GET, pyarrow drops it.
+_EXPIRED_TEXT = re.compile(
+    r"(?i)expired.?token|token.{0,20}expired|invalid.?access.?key|token.?refresh|status 400\) during (Head|Get)Object"
+)
+_CERTIFICATE_TEXT = re.compile(r"(?i)curlCode: 60|certificate.?verify.?failed")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _MISSING_TEXT = re.compile(r"(?i)path does not exist|no such (file|key)|nosuchkey|not.?found")
 
@@ -90,6 +97,7 @@ class ArrowStore(ArtifactStore):
         self.description = f"{kind} path {self.root or '/'} (pyarrow)"
         self._tmp = f"{TMP}/free-{secrets.token_hex(8)}"
         self._known_dirs: set[str] = set()
+        self._renewing = threading.Lock()
 
     def stat(self, path: str) -> StoredFile | None:
         """See `ArtifactStore.stat`."""
@@ -418,13 +426,26 @@ class ArrowStore(ArtifactStore):
 
     @contextlib.contextmanager
     def _errors(self, verb: str, path: str) -> Iterator[None]:
+        used = self.filesystem
         try:
             yield
         except ArtifactSyncError:
             raise
         except Exception as error:
             what = f"Cannot {verb} {path!r} in {self.description}"
-            raise storage_error(error, what, path) from None
+            found = storage_error(error, what, path)
+            if not found.retryable and _EXPIRED_TEXT.search(_words(error, path)) and self._renew(used):
+                found = StoragePermissionError(str(found), retryable=True, path=path)
+            raise found from None
+
+    def _renew(self, used: Any) -> bool:
+        """Has credentials looked for anew, once of many threads that say so; False if that cannot give others."""
+        with self._renewing:
+            if self.filesystem is not used:
+                return True
+            renewed = with_new_credentials(used)
+            self.filesystem = renewed or used
+        return renewed is not None
 
 
 def storage_error(error: Exception, what: str, path: str) -> StorageError:
@@ -441,12 +462,13 @@ def storage_error(error: Exception, what: str, path: str) -> StorageError:
     text = str(error)
     message = f"{what}: {scrub(text) or type(error).__name__}"
     code = getattr(error, "errno", None)
-    # The words of the answer, not the names in it: a file may be called `access denied`.
-    words = _QUOTED.sub("", text.replace(path, ""))
+    words = _words(error, path)
     if isinstance(error, FileNotFoundError):
         return ArtifactNotFoundError(message, path=path)
     if isinstance(error, PermissionError) or _REFUSED_TEXT.search(words):
         return StoragePermissionError(message, path=path)
+    if _CERTIFICATE_TEXT.search(words):
+        return StorageError(f"{what}: {UNTRUSTED}", path=path)
     transient = (
         isinstance(error, TimeoutError | ConnectionError)
         or code in TRANSIENT_ERRNOS
@@ -457,6 +479,30 @@ def storage_error(error: Exception, what: str, path: str) -> StorageError:
     if _MISSING_TEXT.search(words):
         return ArtifactNotFoundError(message, path=path)
     return StorageError(message, path=path)
+
+
+def _words(error: Exception, path: str) -> str:
+    """The words of an answer without the names in it: a file may be called `access denied`."""
+    return re.sub(rf"(?<!\w){re.escape(path)}(?!\w)", "", _QUOTED.sub("", str(error)))
+
+
+def with_new_credentials(filesystem: Any) -> Any:
+    """The same place with credentials that are looked for anew; None where they were given as such.
+
+    pyarrow keeps what its first look has found, for as long as it seems to last.
+    """
+    inner = fsspec_of(filesystem)
+    if inner is not None:
+        if "s3" not in inner.protocol or inner.key or inner.anon:
+            return None
+        inner.connect(refresh=True)
+        return filesystem
+    if not isinstance(filesystem, getattr(pafs, "S3FileSystem", ())):
+        return None
+    reduced: Any = filesystem.__reduce__()  # as pickle does, which loses what was found
+    rebuild, arguments = reduced[:2]
+    given = any(arguments[0].get(name) for name in ("access_key", "anonymous"))
+    return None if given else rebuild(*arguments)
 
 
 def fsspec_of(filesystem: Any) -> Any:

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from obstore import store as obstore_store
 
+from ray_artifact_sync.stores.credentials import AssumedRole, CredentialSource, S3fsSession, has_botocore
+
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
@@ -47,6 +49,7 @@ class ClientSpec:
         config: obstore's configuration, as sorted pairs.
         secret: Fields of a fixed credential, as sorted pairs. Given through a provider, so that
             what lies in the environment (a stale `AWS_SESSION_TOKEN`) does not mix with it.
+        source: Where credentials that do not last come from, in the place of `secret`.
         options: obstore's client options, as sorted pairs.
         place: For descriptions: where it is, without credentials.
         proven: False where the client finds credentials by its own chain, which need not be those
@@ -57,9 +60,15 @@ class ClientSpec:
     bucket: str
     config: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
     secret: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    source: CredentialSource | None = None
     options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
     place: str = ""
     proven: bool = True
+
+    @property
+    def renewable(self) -> bool:
+        """Whether asking anew may give other credentials; those that were given as such cannot change."""
+        return self.kind == "S3" and not self.secret and not dict(self.config).get("skip_signature")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,7 @@ def _arrow_s3(options: dict[str, Any], bucket: str, environ: Mapping[str, str]) 
     known = {
         *("access_key", "secret_key", "session_token", "anonymous", "region", "scheme"),
         *("endpoint_override", "proxy_options", "force_virtual_addressing", "tls_ca_file_path"),
+        "role_arn",
     }
     if unknown := _unknown(options, known):
         return NoClient(f"it has options that only pyarrow knows: {unknown}")
@@ -139,11 +149,21 @@ def _arrow_s3(options: dict[str, Any], bucket: str, environ: Mapping[str, str]) 
     if proxy.get("host"):
         client["proxy_url"] = _proxy_url(proxy)
     if options.get("tls_ca_file_path"):
-        try:
-            with open(options["tls_ca_file_path"], "rb") as file:
-                client["root_certificate"] = file.read()
-        except OSError as error:
-            return NoClient(f"its CA file cannot be read ({error.strerror})")
+        authority = _authority(options["tls_ca_file_path"])
+        if isinstance(authority, NoClient):
+            return authority
+        client.update(authority)
+    role: AssumedRole | None = None
+    if options.get("role_arn"):
+        if not has_botocore():
+            return NoClient("it assumes a role, for which obstore needs botocore (the extra `[s3]`)")
+        role = AssumedRole(
+            options["role_arn"],
+            session_name=options.get("session_name") or "",
+            external_id=options.get("external_id") or "",
+            seconds=int(options.get("load_frequency") or 0),
+            region=options.get("region"),
+        )
     return _s3(
         bucket,
         environ,
@@ -155,6 +175,7 @@ def _arrow_s3(options: dict[str, Any], bucket: str, environ: Mapping[str, str]) 
         endpoint=endpoint,
         virtual_hosted=bool(options.get("force_virtual_addressing")),
         client=client,
+        source=role,
     )
 
 
@@ -261,7 +282,7 @@ def _fsspec_s3(
 ) -> ClientSpec | NoClient:
     known = {
         *("key", "username", "secret", "password", "token", "anon", "endpoint_url"),
-        *("client_kwargs", "config_kwargs"),
+        *("client_kwargs", "config_kwargs", "profile", "session"),
     }
     if unknown := _only(options, known):
         return NoClient(f"it has options that only s3fs knows: {unknown}")
@@ -273,13 +294,20 @@ def _fsspec_s3(
     token = filesystem.token or client.pop("aws_session_token", None)
     endpoint = filesystem.endpoint_url or client.pop("endpoint_url", None) or ""
     region = client.pop("region_name", None)
-    for name in ("endpoint_url", "use_ssl"):
-        client.pop(name, None)
+    secure = client.pop("use_ssl", filesystem.use_ssl)
+    tls = _verify(client.pop("verify", None), environ)
+    if isinstance(tls, NoClient):
+        return tls
+    client.pop("endpoint_url", None)
     for name in ("signature_version", "max_pool_connections", "retries", "connect_timeout"):
         config.pop(name, None)
     config.pop("read_timeout", None)
     if client or config:
         return NoClient(f"it has botocore options: {', '.join(sorted({*client, *config}))}")
+    region = region or _session_region(options, environ)
+    if not secure and not endpoint and not _endpoint_of(environ):
+        endpoint = f"http://s3.{region or _REGION}.amazonaws.com"
+    session = None if (key and secret) or filesystem.anon else S3fsSession(filesystem)
     return _s3(
         bucket,
         environ,
@@ -290,7 +318,43 @@ def _fsspec_s3(
         region=region,
         endpoint=endpoint,
         virtual_hosted=addressing == "virtual",
+        client=tls,
+        source=session,
     )
+
+
+def _verify(verify: Any, environ: Mapping[str, str]) -> dict[str, Any] | NoClient:
+    """What botocore's `verify` (False, or a file of certificates) is for obstore.
+
+    Of an authority of one's own, not quite: obstore trusts it besides the public ones, botocore in their place.
+    """
+    verify = environ.get("AWS_CA_BUNDLE") if verify is None else verify
+    if verify is False:
+        return {"allow_invalid_certificates": True}
+    if verify in (None, True, ""):
+        return {}
+    return _authority(os.fspath(verify))
+
+
+def _authority(path: str) -> dict[str, Any] | NoClient:
+    try:
+        with open(path, "rb") as file:
+            return {"root_certificate": file.read()}
+    except OSError as error:
+        return NoClient(f"its CA file cannot be read ({error.strerror})")
+
+
+def _session_region(options: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+    """The region that a session has of its own, where it is none of the environment's."""
+    if "session" in options:
+        region = options["session"].get_config_variable("region")
+    elif "profile" in options and has_botocore():
+        import botocore.session  # noqa: PLC0415  (an optional extra, and slow to import)
+
+        region = botocore.session.Session(profile=options["profile"]).get_config_variable("region")
+    else:
+        return environ.get("AWS_DEFAULT_REGION")  # botocore does not know AWS_REGION
+    return str(region) if region else None
 
 
 def _fsspec_gcs(options: Mapping[str, Any], bucket: str, environ: Mapping[str, str]) -> ClientSpec | NoClient:
@@ -357,6 +421,8 @@ def _azure_of_connection_string(text: str, bucket: str) -> ClientSpec | NoClient
 
 # --- one client each -----------------------------------------------------------------------------
 
+_REGION = "us-east-1"
+
 
 def _s3(
     bucket: str,
@@ -370,15 +436,15 @@ def _s3(
     endpoint: str,
     virtual_hosted: bool,
     client: Mapping[str, Any] | None = None,
+    source: CredentialSource | None = None,
 ) -> ClientSpec | NoClient:
     region = region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     has_keys = bool(key and secret)
-    if not anonymous and not has_keys and (reason := _uncertain_aws_chain(environ)):
+    if not anonymous and not has_keys and source is None and (reason := _uncertain_aws_chain(environ)):
         return NoClient(reason)
-    endpoint = endpoint or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL", "")
-    endpoint = endpoint.rstrip("/")
+    endpoint = (endpoint or _endpoint_of(environ)).rstrip("/")
     config: dict[str, Any] = {
-        "region": region or "us-east-1",
+        "region": region or _REGION,
         # All said, so that nothing in the environment says otherwise.
         "skip_signature": anonymous,
         "virtual_hosted_style_request": virtual_hosted,
@@ -399,10 +465,17 @@ def _s3(
         bucket,
         config=_pairs(config),
         secret=_pairs(fixed),
+        source=source,
         options=_pairs({**(client or {}), **_http(endpoint)}),
         place=_place(endpoint) or config["region"],
-        proven=anonymous or (has_keys and bool(region or endpoint)),
+        # The role's own credentials are looked for by another chain; a profile may name another endpoint.
+        proven=anonymous
+        or (bool(region or endpoint) and (has_keys or (isinstance(source, S3fsSession) and not _profiles(environ)))),
     )
+
+
+def _endpoint_of(environ: Mapping[str, str]) -> str:
+    return environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL", "")
 
 
 def _uncertain_aws_chain(environ: Mapping[str, str]) -> str:
@@ -412,14 +485,19 @@ def _uncertain_aws_chain(environ: Mapping[str, str]) -> str:
     """
     if environ.get("AWS_ACCESS_KEY_ID") and environ.get("AWS_SECRET_ACCESS_KEY"):
         return ""
+    if _profiles(environ):
+        return "its credentials come from AWS profile files, which only pyarrow and boto read"
+    return ""
+
+
+def _profiles(environ: Mapping[str, str]) -> bool:
+    """Whether there are AWS profile files."""
     home = environ.get("HOME", "")
     files = (
         environ.get("AWS_SHARED_CREDENTIALS_FILE") or f"{home}/.aws/credentials",
         environ.get("AWS_CONFIG_FILE") or f"{home}/.aws/config",
     )
-    if environ.get("AWS_PROFILE") or any(os.path.exists(name) for name in files):
-        return "its credentials come from AWS profile files, which only pyarrow and boto read"
-    return ""
+    return bool(environ.get("AWS_PROFILE")) or any(os.path.exists(name) for name in files)
 
 
 def _gcs(
@@ -502,7 +580,43 @@ def _pairs(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 # --- the clients of this process -----------------------------------------------------------------
 
-_clients: dict[tuple[int, ClientSpec, ClientLimits], Any] = {}
+
+class Client:
+    """The obstore client of a place: another one, once the server has said that its credentials expired.
+
+    Args:
+        current: The obstore store.
+        make: Makes another one, with credentials that are looked for anew; None where that cannot help.
+
+    Attributes:
+        current: What to send the next request with.
+    """
+
+    def __init__(self, current: Any, make: Callable[[], Any] | None = None) -> None:
+        self.current = current
+        self._make = make
+        self._lock = threading.Lock()
+
+    @property
+    def renewable(self) -> bool:
+        """Whether there may be other credentials."""
+        return self._make is not None
+
+    def renew(self, refused: Any) -> bool:
+        """Sees to it that `current` is not the one that was refused any more; once, of many threads that say so.
+
+        Returns:
+            False if its credentials are what they are.
+        """
+        if self._make is None:
+            return False
+        with self._lock:
+            if self.current is refused:
+                self.current = self._make()
+        return True
+
+
+_clients: dict[tuple[int, ClientSpec, ClientLimits], Client] = {}
 _clients_lock = threading.Lock()
 
 
@@ -515,8 +629,8 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def client_of(spec: ClientSpec, limits: ClientLimits | None = None) -> Any:
-    """The obstore client for a spec: the same one for equal arguments in one process.
+def client_of(spec: ClientSpec, limits: ClientLimits | None = None) -> Client:
+    """The client for a spec: the same one for equal arguments in one process.
 
     Raises:
         ValueError: obstore refuses the configuration.
@@ -526,8 +640,15 @@ def client_of(spec: ClientSpec, limits: ClientLimits | None = None) -> Any:
     key = (os.getpid(), spec, limits)
     with _clients_lock:
         if key not in _clients:
-            _clients[key] = _build(spec, limits)
+            _clients[key] = Client(_build(spec, limits), (lambda: _rebuild(spec, limits)) if spec.renewable else None)
         return _clients[key]
+
+
+def _rebuild(spec: ClientSpec, limits: ClientLimits) -> Any:
+    """Another client: obstore keeps the credentials that it has found, and has no way to be told to look again."""
+    if spec.source is not None:
+        spec.source.renew()
+    return _build(spec, limits)
 
 
 def _build(spec: ClientSpec, limits: ClientLimits) -> Any:
@@ -536,8 +657,10 @@ def _build(spec: ClientSpec, limits: ClientLimits) -> Any:
         "GCS": obstore_store.GCSStore,
         "Azure": obstore_store.AzureStore,
     }[spec.kind]
-    provider = {}
-    if spec.secret:
+    provider: dict[str, Any] = {}
+    if spec.source is not None:
+        provider["credential_provider"] = spec.source.__call__
+    elif spec.secret:
         credential: dict[str, str | None] = {"token": None} if spec.kind == "S3" else {}
         credential.update(dict(spec.secret))
         credential["expires_at"] = None

@@ -36,7 +36,9 @@ from ray_artifact_sync.stores.base import (
     Names,
     StoredFile,
 )
+from ray_artifact_sync.stores.clients import Client
 from ray_artifact_sync.stores.common import (
+    UNTRUSTED,
     byte_length,
     check_azure_key,
     check_path,
@@ -50,6 +52,7 @@ from ray_artifact_sync.stores.common import (
     slices,
     take,
 )
+from ray_artifact_sync.stores.credentials import EXPIRED_CODES
 from ray_artifact_sync.stores.feed import Feed
 from ray_artifact_sync.stores.s3_append import MIN_APPEND_SIZE, S3Appender
 
@@ -66,9 +69,15 @@ _LIST_PAGE = 1_000
 _COPY_LIMIT = 5 * 1024**3  # S3's CopyObject
 _COPY_SECONDS = 60.0  # for a copy that Azure makes in the background
 
+_TRIES = 3  # of a request whose credentials have expired
+_ERRORS = (obstore_errors.BaseError, OSError, ValueError)
+
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]+)</Code>|[\"{ ]code: \"([^\"]+)\"")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+# What obstore says of an error of `ClientSpec.source`, and what those are called that may pass.
+_PROVIDER = "AWS credential provider"
+_NO_ANSWER = ("Timeout", "Connection", "Throttling", "TooManyRequests", "ServiceUnavailable")
 # Where clients look for credentials when they were given none.
 _CREDENTIAL_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
@@ -77,7 +86,7 @@ class CloudStore(ArtifactStore):
     """Objects below a prefix of one bucket or container.
 
     Args:
-        client: An obstore store for the bucket.
+        client: An obstore store for the bucket, or a `Client` that may change it.
         root: The prefix inside the bucket; empty for the whole bucket.
         description: What `ArtifactStore.description` is to say, given the root; no credentials.
         part_concurrency: Parts of one large file in flight at once.
@@ -97,8 +106,8 @@ class CloudStore(ArtifactStore):
         client_without_retries: Any = None,
         appender: S3Appender | None = None,
     ) -> None:
-        self.client = client
-        self._client_without_retries = client_without_retries or client
+        self._client = client if isinstance(client, Client) else Client(client)
+        self._client_without_retries = client_without_retries or self._client
         self.root = check_prefix(root)
         self.description = description(self.root)
         self._describe = description
@@ -107,14 +116,19 @@ class CloudStore(ArtifactStore):
         self._appender = appender
         self._part_concurrency = part_concurrency
         self._ignores_ranges = False  # until this server is caught at it
-        self._needs_version = type(client).__name__ == "GCSStore"
-        self._is_azure = type(client).__name__ == "AzureStore"
+        self._needs_version = type(self.client).__name__ == "GCSStore"
+        self._is_azure = type(self.client).__name__ == "AzureStore"
+
+    @property
+    def client(self) -> Any:
+        """The obstore store of the bucket."""
+        return self._client.current
 
     def stat(self, path: str) -> StoredFile | None:
         """See `ArtifactStore.stat`."""
         try:
             with self._errors("look at", path):
-                return _stored(path, obstore.head(self.client, self._key(path)))
+                return _stored(path, self._ask(obstore.head, self._key(path)))
         except ArtifactNotFoundError:
             return None
 
@@ -124,7 +138,7 @@ class CloudStore(ArtifactStore):
         folders: Counter[str] = Counter()  # files directly in each
         empty: Files = []
         with self._errors("list", prefix or "."):
-            for batch in obstore.list(self.client, self._folder(prefix), chunk_size=_LIST_PAGE):
+            for batch in self._pages(self._folder(prefix)):
                 for meta in batch:
                     file = _stored(self._relative(meta["path"]), meta)
                     folders[file.path.rpartition("/")[0]] += 1
@@ -210,10 +224,10 @@ class CloudStore(ArtifactStore):
         head, ended = take(chunks, SMALL)
         if ended:
             mode = self._mode(path, if_match, if_absent=if_absent)
-            client = self.client if mode == "overwrite" else self._client_without_retries
+            client = self._client if mode == "overwrite" else self._client_without_retries
             try:
                 with self._errors("write", path):
-                    result = obstore.put(client, key, head, mode=mode, use_multipart=False)
+                    result = self._ask(obstore.put, key, head, client=client, mode=mode, use_multipart=False)
             except StorageError as error:
                 if mode == "overwrite" or getattr(error, "status", None) != HTTPStatus.NOT_IMPLEMENTED:
                     raise
@@ -257,7 +271,7 @@ class CloudStore(ArtifactStore):
 
     def _copy(self, source: str, target: str) -> None:
         try:
-            obstore.copy(self.client, self._key(source), self._key(target))
+            self._ask(obstore.copy, self._key(source), self._key(target))
         except obstore_errors.BaseError as error:
             if not (self._is_azure and "PendingCopyOperation" in str(error)):
                 raise  # else an earlier try is still being carried out
@@ -298,7 +312,7 @@ class CloudStore(ArtifactStore):
         """Deletes objects; False if some were missing and the others may still be there."""
         try:
             with self._errors("delete", self._relative(keys[0])):
-                obstore.delete(self.client, [*keys])
+                self._ask(obstore.delete, [*keys])
         except ArtifactNotFoundError:
             return False
         except StorageError as error:
@@ -315,7 +329,7 @@ class CloudStore(ArtifactStore):
             contextlib.suppress(ArtifactNotFoundError),
             self._errors("delete", self._relative(key)),
         ):
-            obstore.delete(self.client, key)
+            self._ask(obstore.delete, key)
 
     def make_dir(self, path: str) -> None:
         """Does nothing: object stores have no directories."""
@@ -324,7 +338,7 @@ class CloudStore(ArtifactStore):
     def below(self, path: str) -> CloudStore:
         """See `ArtifactStore.below`."""
         store = CloudStore(
-            self.client,
+            self._client,
             self._key(path),
             description=self._describe,
             part_concurrency=self._part_concurrency,
@@ -346,10 +360,11 @@ class CloudStore(ArtifactStore):
 
         def upload() -> Any:
             with self._errors("write", path):
-                return obstore.put(
-                    self.client,
+                return self._ask(
+                    obstore.put,
                     self._key(path),
                     feed,
+                    tries=1,  # what was fed is gone: the caller tries again
                     use_multipart=True,
                     chunk_size=part_size(size_hint),
                     max_concurrency=self._part_concurrency,
@@ -374,7 +389,7 @@ class CloudStore(ArtifactStore):
             return {"e_tag": if_match}
         # GCS has preconditions on the generation, which a StoredFile does not carry.
         with self._errors("look at", path):
-            meta = obstore.head(self.client, self._key(path))
+            meta = self._ask(obstore.head, self._key(path))
         if _quoted(meta["e_tag"]) != if_match:
             raise PreconditionFailedError(
                 f"{path!r} in {self.description} is not the version that was expected.", path=path
@@ -425,7 +440,7 @@ class CloudStore(ArtifactStore):
 
     def _request(self, path: str, options: dict[str, Any]) -> Any:
         with self._errors("read", path):
-            return obstore.get(self.client, self._key(path), options=options)
+            return self._ask(obstore.get, self._key(path), options=options)
 
     def _exactly(
         self, response: Any, skip: int, *, path: str, start: int, stop: int, chunk_size: int
@@ -458,7 +473,7 @@ class CloudStore(ArtifactStore):
     def _children(self, prefix: str) -> Any:
         prefix = check_prefix(prefix)
         with self._errors("list", prefix or "."):
-            return obstore.list_with_delimiter(self.client, self._folder(prefix))
+            return self._ask(obstore.list_with_delimiter, self._folder(prefix))
 
     def _without_markers(self, empty: Files, folders: Counter[str]) -> Iterator[StoredFile]:
         """Drops directory markers, which obstore lists as if they were empty files.
@@ -483,6 +498,50 @@ class CloudStore(ArtifactStore):
                 listed = {file.path for file in self.list_files(folder)}
                 yield from (file for file in files if file.path in listed)
 
+    # --- requests --------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        client: Client | None = None,
+        tries: int = _TRIES,
+        **options: Any,
+    ) -> Any:
+        """One request; again with new credentials, if the server says that those it came with have expired.
+
+        Such a request has not been carried out, so that a condition of it holds for the next try as well.
+        """
+        client = client or self._client
+        while True:
+            used = client.current
+            try:
+                return function(used, *args, **options)
+            except _ERRORS as error:
+                reason: Exception = error
+                if client.renewable and function is obstore.head:
+                    reason = _reason_of_head(used, args[0], error)
+                tries -= 1
+                if not (has_expired(reason) and client.renew(used) and tries):
+                    raise reason  # noqa: B904  (the same, or what says more)
+
+    def _pages(self, folder: str | None) -> Iterator[Any]:
+        """Pages of a listing; new credentials go on where the old ones ended."""
+        last: str | None = None
+        tries = _TRIES
+        while True:
+            used = self.client
+            try:
+                for batch in obstore.list(used, folder, offset=last, chunk_size=_LIST_PAGE):
+                    yield batch
+                    last, tries = batch[-1]["path"], _TRIES
+            except _ERRORS as error:
+                tries -= 1
+                if not (has_expired(error) and self._client.renew(used) and tries):
+                    raise
+            else:
+                return
+
     # --- names and errors ------------------------------------------------------------------------
 
     def _key(self, path: str) -> str:
@@ -500,11 +559,12 @@ class CloudStore(ArtifactStore):
         """Turns obstore's errors into this package's."""
         try:
             yield
-        except (obstore_errors.BaseError, OSError, ValueError) as error:
+        except _ERRORS as error:
             if isinstance(error, StorageError | InvalidPathError):
                 raise
+            what = f"Cannot {verb} {path!r} in {self.description}"
             # Not `from error`: obstore's text may hold a signed URL, and tracebacks show causes.
-            raise storage_error(error, f"Cannot {verb} {path!r} in {self.description}", path) from None
+            raise storage_error(error, what, path, renewable=self._client.renewable) from None
 
 
 class _NoRangesError(Exception):
@@ -518,20 +578,44 @@ def part_size(size_hint: int) -> int:
     return max(SMALL, -(-needed // mebibyte) * mebibyte)
 
 
-def storage_error(error: BaseException, what: str, path: str) -> StorageError | InvalidPathError:
+def has_expired(error: BaseException) -> bool:
+    """Whether the server refused credentials that may have been right once."""
+    return _code(error) in EXPIRED_CODES
+
+
+def _code(error: BaseException) -> str:
+    return next(filter(None, found.groups()), "") if (found := _CODE.search(str(error))) else ""
+
+
+def _reason_of_head(client: Any, key: str, error: Exception) -> Exception:
+    """An answer to HEAD has no body that could say why it refuses: what GET says to the same, if that is clearer."""
+    status = int(found.group(1)) if (found := _STATUS.search(str(error))) else None
+    if status not in (HTTPStatus.BAD_REQUEST, HTTPStatus.FORBIDDEN):
+        return error
+    try:
+        obstore.get(client, key, options={"range": (0, 1)})
+    except _ERRORS as reason:
+        return reason if has_expired(reason) else error
+    return error
+
+
+def storage_error(
+    error: BaseException, what: str, path: str, *, renewable: bool = False
+) -> StorageError | InvalidPathError:
     """This package's error for one of obstore's.
 
     Args:
         error: What obstore raised.
         what: What was tried, for the message.
         path: The artifact path, or a prefix.
+        renewable: Whether other credentials may be found where these came from.
 
     Returns:
         The error to raise; its message holds no credentials.
     """
     text = str(error).partition("Debug source:")[0]
     status = int(found.group(1)) if (found := _STATUS.search(text)) else None
-    code = next(filter(None, found.groups()), "") if (found := _CODE.search(str(error))) else ""
+    code = _code(error)
     message = f"{what}: {_reason(text, status, code)}"
     retryable = is_transient(status, code)
     if isinstance(error, ValueError):
@@ -542,8 +626,16 @@ def storage_error(error: BaseException, what: str, path: str) -> StorageError | 
             " Set them in the environment of every node, or in the filesystem given to Ray.",
             path=path,
         )
-    if retryable:
+    if retryable or (_PROVIDER in text and any(sign in text for sign in _NO_ANSWER)):
         return StorageError(message, retryable=True, path=path, status=status)
+    if code in EXPIRED_CODES:
+        advice = (
+            "Credentials were looked for anew, and it refuses these, too."
+            if renewable
+            else "They were given with the file system or the URI, so nothing can renew them here: give it new ones, or"
+            " none, and every node looks for its own."
+        )
+        return StoragePermissionError(f"{message}. {advice}", retryable=renewable, path=path, status=status)
     if is_refusal(status, code) or isinstance(
         error, obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError
     ):
@@ -557,6 +649,8 @@ def storage_error(error: BaseException, what: str, path: str) -> StorageError | 
         return StorageError(message, retryable=True, path=path, status=status)
     if isinstance(error, FileNotFoundError):
         return ArtifactNotFoundError(message, path=path, status=status)
+    if status is None and "InvalidCertificate" in str(error):
+        return StorageError(f"{what}: {UNTRUSTED}", path=path)
     # Without a status there was no answer: a reset, a timeout, a name that did not resolve.
     no_answer = status is None and any(
         sign in text for sign in ("HTTP error", "error sending request", "timed out", "body")

@@ -10,6 +10,7 @@ from ray_artifact_sync.entries import validate_path
 from ray_artifact_sync.errors import InvalidPathError
 from ray_artifact_sync.layout import TMP
 from ray_artifact_sync.stores.base import Buffer
+from ray_artifact_sync.stores.credentials import EXPIRED_CODES
 
 TRANSIENT_ERRNOS = frozenset(
     (
@@ -45,7 +46,13 @@ _RETRYABLE_CODES = frozenset(
         "TooManyRequests",
     )
 )
-_REFUSED_CODES = frozenset(("AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"))
+_REFUSED_CODES = frozenset(("AccessDenied", *EXPIRED_CODES))
+
+UNTRUSTED = (
+    "nobody that this machine trusts vouches for the server's certificate. If it is the right server, name the file of"
+    " its authority: pyarrow's `tls_ca_file_path`, or `client_kwargs={'verify': ...}` of s3fs."
+)
+"""What is wrong, and what to do, where TLS refuses a server."""
 
 _TMP_PREFIX = f"{TMP}/"
 

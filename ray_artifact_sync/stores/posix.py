@@ -42,6 +42,7 @@ from ray_artifact_sync.stores.common import (
     is_temporary,
     join,
 )
+from ray_artifact_sync.stores.sparse import data_ranges, write_chunk
 
 _FREE_PREFIX = "free-"
 _GONE_PREFIX = "gone-"
@@ -174,8 +175,7 @@ class PosixStore(ArtifactStore):
         self._full(path)
 
         def fill(descriptor: int) -> None:
-            for chunk in chunks_of(data):
-                self._write(descriptor, chunk, path)
+            self._write(descriptor, chunks_of(data), path)
 
         return self._publish(path, fill, if_match=if_match, if_absent=if_absent)
 
@@ -211,8 +211,7 @@ class PosixStore(ArtifactStore):
                 )
             os.lseek(descriptor, offset, os.SEEK_SET)
             try:
-                for chunk in chunks_of(data):
-                    self._write(descriptor, chunk, path)
+                self._write(descriptor, chunks_of(data), path)
             except BaseException:
                 self._take_back(descriptor, offset)
                 raise
@@ -428,13 +427,15 @@ class PosixStore(ArtifactStore):
             path=path,
         )
 
-    def _write(self, descriptor: int, chunk: Buffer, path: str) -> None:
-        view = memoryview(chunk).cast("B")
-        try:
-            while view:
-                view = view[os.write(descriptor, view) :]
-        except OSError as error:
-            raise self._error(error, "write", path) from error
+    def _write(self, descriptor: int, chunks: Iterable[Buffer], path: str) -> None:
+        ends_with_hole = False
+        for chunk in chunks:
+            try:
+                ends_with_hole = write_chunk(descriptor, chunk)
+            except OSError as error:
+                raise self._error(error, "write", path) from error
+        if ends_with_hole:
+            os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR))
 
     def _take_back(self, descriptor: int, size: int) -> None:
         """Cuts off what a failed append has written: on a full disk, it would take the room that the next try needs."""
@@ -522,7 +523,7 @@ class PosixStore(ArtifactStore):
 
 
 def copy_data(source: int, target: int) -> None:
-    """Copies all bytes between two open files, in the kernel where it can.
+    """Copies all bytes between two open files, in the kernel where it can. Holes stay holes.
 
     Args:
         source: Descriptor open for reading, at its start.
@@ -531,24 +532,33 @@ def copy_data(source: int, target: int) -> None:
     Raises:
         OSError: Reading or writing failed.
     """
-    copied = _kernel_copy(source, target)
-    os.lseek(source, copied, os.SEEK_SET)
-    os.lseek(target, copied, os.SEEK_SET)
-    # Also after a kernel copy: some file systems answer 0 although there is more.
-    while chunk := os.read(source, CHUNK_SIZE):
-        view = memoryview(chunk)
-        while view:
-            view = view[os.write(target, view) :]
+    size = os.fstat(source).st_size
+    for start, end in data_ranges(source, size):
+        _seek(start, source, target)
+        copied = start + _kernel_copy(source, target, end - start)
+        _seek(copied, source, target)
+        # Also after a kernel copy: some file systems answer 0 although there is more.
+        while chunk := os.read(source, min(CHUNK_SIZE, end - copied)):
+            copied += len(chunk)
+            view = memoryview(chunk)
+            while view:
+                view = view[os.write(target, view) :]
+    os.ftruncate(target, min(size, os.fstat(source).st_size))  # a hole at the end
 
 
-def _kernel_copy(source: int, target: int) -> int:
-    """Copies what `copy_file_range` can; the number of bytes that are there."""
+def _seek(position: int, *descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.lseek(descriptor, position, os.SEEK_SET)
+
+
+def _kernel_copy(source: int, target: int, count: int) -> int:
+    """Copies what `copy_file_range` can of `count` bytes; the number of bytes that are there."""
     copy_file_range = getattr(os, "copy_file_range", None)
     copied = 0
     if copy_file_range is None:
         return copied
     try:
-        while step := copy_file_range(source, target, _COPY_STEP):
+        while copied < count and (step := copy_file_range(source, target, min(_COPY_STEP, count - copied))):
             copied += step
     except OSError as error:
         if error.errno not in _NO_KERNEL_COPY:

@@ -23,7 +23,6 @@ What keeps an object whole:
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import logging
 import os
@@ -47,6 +46,7 @@ from ray_artifact_sync.layout import TMP
 from ray_artifact_sync.stores.base import ArtifactStore, Buffer, StoredFile
 from ray_artifact_sync.stores.clients import ClientLimits, ClientSpec
 from ray_artifact_sync.stores.common import byte_length, is_refusal, is_transient, scrub
+from ray_artifact_sync.stores.credentials import EXPIRED_CODES, has_botocore
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def appender_of(spec: ClientSpec, limits: ClientLimits) -> S3Appender | None:
 
     Not for anonymous access, which writes nothing, nor without botocore.
     """
-    if spec.kind != "S3" or dict(spec.config).get("skip_signature") or importlib.util.find_spec("botocore") is None:
+    if spec.kind != "S3" or dict(spec.config).get("skip_signature") or not has_botocore():
         return None
     # The process is part of the key: a forked child must not use its parent's connections, nor its locks.
     return _appenders.setdefault((os.getpid(), spec, limits), S3Appender(spec, limits))
@@ -201,7 +201,7 @@ class S3Appender:
             StorageError: Only from a client that has appended before: refused, or a failure that may pass.
         """
         try:
-            return getattr(self._client(), operation)(Bucket=self._spec.bucket, **arguments)
+            return self._ask(operation, **arguments)
         except Exception as raised:
             # Not `from raised`, whose text may hold what is signed.
             error = _storage_error(raised, f"Cannot append to {path!r} in {store.description}", path)
@@ -220,11 +220,22 @@ class S3Appender:
     def abort(self, key: str, upload_id: str) -> None:
         """Ends a multipart upload; one that cannot be ended is left to the bucket's lifecycle rules."""
         try:
-            self._client().abort_multipart_upload(Bucket=self._spec.bucket, Key=key, UploadId=upload_id)
+            self._ask("abort_multipart_upload", Key=key, UploadId=upload_id)
         except Exception as error:
             logger.debug("A multipart upload to %s could not be aborted: %s", key, scrub(error))
 
     # --- the client ------------------------------------------------------------------------------
+
+    def _ask(self, operation: str, **arguments: Any) -> Any:
+        """One request; once more with new credentials, if the server says that those it came with have expired."""
+        client = self._client()
+        try:
+            return getattr(client, operation)(Bucket=self._spec.bucket, **arguments)
+        except Exception as error:
+            if not (self._spec.renewable and _code_of(error) in EXPIRED_CODES):
+                raise
+        self._forget(client)
+        return getattr(self._client(), operation)(Bucket=self._spec.bucket, **arguments)
 
     def _client(self) -> Any:
         if self._made is None:
@@ -233,11 +244,21 @@ class S3Appender:
                     self._made = self._make()
         return self._made
 
+    def _forget(self, client: Any) -> None:
+        """The next request makes a client of its own, unless another thread has made one already."""
+        with _making:
+            if self._made is client:
+                self._made = None
+                if self._spec.source is not None:
+                    self._spec.source.renew()
+
     def _make(self) -> Any:
         import botocore.config  # noqa: PLC0415  (an optional extra, and slow to import)
         import botocore.session  # noqa: PLC0415
 
         config, options, secret = (dict(pairs) for pairs in (self._spec.config, self._spec.options, self._spec.secret))
+        if self._spec.source is not None:
+            secret = self._spec.source()
         verify: bool | str | None = False if options.get("allow_invalid_certificates") else None
         if certificate := options.get("root_certificate"):
             self._authority = tempfile.NamedTemporaryFile(suffix=".pem")  # noqa: SIM115  (as long as the client)
@@ -389,6 +410,12 @@ def _blocks(chunks: Iterable[Buffer]) -> Iterator[bytes]:
         yield bytes(held)
 
 
+def _code_of(error: Exception) -> str:
+    """What S3 called the error, if it was S3."""
+    answer = getattr(error, "response", None)
+    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
+
+
 def _storage_error(error: Exception, what: str, path: str) -> StorageError:
     """This package's error for one of botocore's."""
     name = type(error).__name__
@@ -399,7 +426,7 @@ def _storage_error(error: Exception, what: str, path: str) -> StorageError:
         no_answer = any(sign in name for sign in ("Timeout", "Connection", "HTTPClient", "Streaming", "Proxy"))
         return StorageError(f"{what}: {name}: {scrub(error)}", retryable=no_answer, path=path)
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    code = str(answer["Error"].get("Code", ""))
+    code = _code_of(error)
     detail = scrub(answer["Error"].get("Message", ""))
     message = f"{what}: the server answered {status} {code}" + (f" ({detail})" if detail else "")
     if is_transient(status, code):

@@ -18,6 +18,7 @@ ORDER = (
     "memory",
     "blocked_time",
     "report_page",
+    "history",
 )
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 

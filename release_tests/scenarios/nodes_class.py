@@ -24,7 +24,7 @@ def run(workdir: Path, *, quick: bool) -> dict[str, object]:
     with connected("a", "b") as cluster:
         for kind in ("rclone",) if quick else ("local", "rclone"):
             figures.update(lose(cluster, workdir / kind, kind, trials.Writer, all_kinds=not quick))
-        figures["Ray alone: steps lost, twice"] = ray_alone(cluster, workdir / "alone")
+        figures["Ray alone: steps lost, twice"] = ray_alone(cluster, workdir / "alone", trials.WriterBody)
     return figures
 
 
@@ -32,14 +32,14 @@ def lose(cluster: Cluster, workdir: Path, kind: str, trainable: Any, *, all_kind
     """One run, and what was checked of it."""
     workdir.mkdir()
     with storage_at(kind, workdir) as storage:
-        config = trial_config(workdir, storage, holds=[5])
+        config = trial_config(workdir, storage, holds=[5], waits=[6] if all_kinds else [])
         losses = Losses(cluster, storage, config)
 
         def act() -> None:
             losses.in_mid_step(5)
             if all_kinds:
-                rule = losses.in_mid_upload(6)
-                losses.in_mid_restore(rule)
+                losses.in_mid_upload(6)
+                losses.in_mid_restore()
 
         with Accomplice(act):
             result = tuner(trainable, storage, config).fit()[0]
@@ -49,14 +49,14 @@ def lose(cluster: Cluster, workdir: Path, kind: str, trainable: Any, *, all_kind
         return {f"{kind}: nodes lost": losses.lost, f"{kind}: checkpoints exact": checked}
 
 
-def ray_alone(cluster: Cluster, workdir: Path) -> str:
+def ray_alone(cluster: Cluster, workdir: Path, body: Any) -> str:
     workdir.mkdir()
     with storage_at("local", workdir) as storage:
         config = trial_config(workdir, storage, holds=[5])
         config["big"] = 0
         losses = Losses(cluster, storage, config)
         with Accomplice(lambda: losses.in_mid_step(5)):
-            result = tuner(trials.WriterBody, storage, config, plain=True).fit()[0]
+            result = tuner(body, storage, config, plain=True).fit()[0]
         lost, twice = lines_of(storage.look(result.path))
         assert lost + twice, "Ray alone is exact, too: the comparison proves nothing any more"
         return f"{lost}, {twice}"

@@ -1,6 +1,6 @@
 """A driver that goes on with an experiment through a Ray Client (`ray://`); prints what `restore_tuner` says.
 
-    python client_driver.py EXPERIMENT
+python client_driver.py EXPERIMENT
 """
 
 from __future__ import annotations

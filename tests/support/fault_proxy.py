@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class Rule:
             `after` body bytes of the request; `hang` waits for `release`; `truncate` ends the
             response body after `after` bytes; `corrupt` flips a bit of the response body there.
         times: How often it still applies; None for ever.
+        chance: How often it applies to a request that it fits, from 0 to 1; the proxy's dice decide.
         hits: How often it applied.
         reached: Set when it applied for the first time.
         released: Ends a `hang`.
@@ -74,6 +76,7 @@ class Rule:
     code: str = "InternalError"
     after: int = 0
     times: int | None = None
+    chance: float = 1.0
     forward: bool = False
     hits: int = 0
     reached: threading.Event = field(default_factory=threading.Event)
@@ -110,6 +113,7 @@ class FaultProxy:
         latency: Seconds added to each request.
         bandwidth: Bytes of request bodies a second, of all connections together; None for no limit.
         answer_markers: Whether directory markers are answered here and not passed on.
+        dice: Decide about the rules with a chance; the same seed gives the same faults to the same requests.
         in_flight: Requests being served now.
         most_in_flight: The most there were at once since the last `reset_counts`.
     """
@@ -125,12 +129,14 @@ class FaultProxy:
         self.bytes_in: Counter[str] = Counter()
         self.bytes_out: Counter[str] = Counter()
         self.log: list[Request] = []
+        self.dice = random.Random(0)
         self.in_flight = 0
         self.most_in_flight = 0
         self._rules: list[Rule] = []
         self._lock = threading.Lock()
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._upstreams: set[asyncio.StreamWriter] = set()
+        self._clients: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
         self._ready = threading.Event()
@@ -167,10 +173,11 @@ class FaultProxy:
         status: int = 500,
         code: str | None = None,
         times: int | None = None,
+        chance: float = 1.0,
     ) -> Rule:
         """Answers with an error, without asking the server."""
         code = code or _CODES.get(status, "InternalError")
-        return self._add(Rule(kind, path, "status", status=status, code=code, times=times))
+        return self._add(Rule(kind, path, "status", status=status, code=code, times=times, chance=chance))
 
     def reset(
         self,
@@ -179,13 +186,14 @@ class FaultProxy:
         *,
         after: int = 0,
         times: int | None = None,
+        chance: float = 1.0,
         forward: bool = False,
     ) -> Rule:
         """Resets the connection after `after` bytes of the request body.
 
         With `forward`, the server gets and serves the whole request first; only its answer is lost.
         """
-        return self._add(Rule(kind, path, "reset", after=after, times=times, forward=forward))
+        return self._add(Rule(kind, path, "reset", after=after, times=times, chance=chance, forward=forward))
 
     def hang(
         self,
@@ -193,13 +201,14 @@ class FaultProxy:
         path: str | None = None,
         *,
         times: int | None = None,
+        chance: float = 1.0,
         abandoned: Literal["forwarded", "dropped"] = "forwarded",
     ) -> Rule:
         """Holds requests back until `Rule.release` or `clear`; then they go to the server.
 
         So do those whose client has given up meanwhile, with `abandoned="forwarded"`: they arrive late.
         """
-        return self._add(Rule(kind, path, "hang", times=times, forward=abandoned == "forwarded"))
+        return self._add(Rule(kind, path, "hang", times=times, chance=chance, forward=abandoned == "forwarded"))
 
     def truncate(
         self,
@@ -222,6 +231,14 @@ class FaultProxy:
     ) -> Rule:
         """Flips a bit of the response body, `after` bytes from its start."""
         return self._add(Rule(kind, path, "corrupt", after=after, times=times))
+
+    def go_down(self) -> None:
+        """Refuses connections and resets those that there are, until `come_back`."""
+        asyncio.run_coroutine_threadsafe(self._go_down(), self._loop).result(10)
+
+    def come_back(self) -> None:
+        """Listens again, at the same port."""
+        asyncio.run_coroutine_threadsafe(self._listen(urlsplit(self.endpoint).port or 0), self._loop).result(10)
 
     def clear(self) -> None:
         """Removes all rules and lets hanging requests go."""
@@ -246,12 +263,14 @@ class FaultProxy:
             self._rules.append(rule)
         return rule
 
-    def _match(self, kind: str, path: str) -> Rule | None:
+    def _match(self, kind: str, path: str, headers: dict[str, str]) -> Rule | None:
         with self._lock:
             for rule in self._rules:
                 if rule.times == 0 or rule.kind not in (None, kind):
                     continue
                 if rule.path is not None and rule.path not in path:
+                    continue
+                if rule.chance < 1.0 and self.dice.random() >= rule.chance:
                     continue
                 if rule.times is not None:
                     rule.times -= 1
@@ -264,9 +283,7 @@ class FaultProxy:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._server = self._loop.run_until_complete(
-            asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_LIMIT, backlog=512)
-        )
+        self._loop.run_until_complete(self._listen(0))
         port = self._server.sockets[0].getsockname()[1]
         self.endpoint = f"http://127.0.0.1:{port}"
         self._ready.set()
@@ -285,7 +302,16 @@ class FaultProxy:
                 self._loop.run_until_complete(asyncio.sleep(0))
             self._loop.close()
 
+    async def _listen(self, port: int) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port, limit=_LIMIT, backlog=512)
+
+    async def _go_down(self) -> None:
+        self._server.close()
+        for writer in self._clients:
+            writer.transport.abort()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients.add(writer)
         try:
             while await self._serve(reader, writer):
                 pass
@@ -294,6 +320,7 @@ class FaultProxy:
         except asyncio.CancelledError:
             pass
         finally:
+            self._clients.discard(writer)
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -318,7 +345,7 @@ class FaultProxy:
                 head = _without(head, b"expect")
             if self.latency:
                 await asyncio.sleep(self.latency)
-            rule = self._match(kind, path)
+            rule = self._match(kind, path, headers)
             if rule and rule.action == "hang":
                 await self._hold(rule)
                 if reader._eof and not rule.forward:  # no public way to ask while there are bytes left to be read

@@ -16,13 +16,13 @@ from typing import ClassVar
 
 import pytest
 
-from ray_artifact_sync import RemoteUploader, ShardedUpload, trial_dir
+from ray_artifact_sync import RemoteUploader, ShardedUpload, manifest, trial_dir
 from ray_artifact_sync.checkpoint_upload import upload_checkpoint
 from ray_artifact_sync.concurrency import Deadline
 from ray_artifact_sync.directory_sync import DirectorySync, sync_directory_down
 from ray_artifact_sync.errors import ArtifactSyncError
-from ray_artifact_sync.manifest import INLINE_ENTRIES
 from ray_artifact_sync.options import SyncOptions
+from ray_artifact_sync.plan import MIN_COPY_SIZE
 from ray_artifact_sync.stores import cloud, open_store, resolve
 from ray_artifact_sync.stores.clients import ClientLimits
 from ray_artifact_sync.stores.posix import PosixStore
@@ -39,6 +39,9 @@ LARGE = SMALL + 1000
 WINDOW = MIB
 """Bytes of one request of a download."""
 WINDOWS = 2 * WINDOW + 1000
+COPIED = 2 * MIN_COPY_SIZE
+INLINE_ENTRIES = 8
+"""Entries of a document without layers."""
 LIMITS = ClientLimits(connect_timeout=3.0, request_timeout=3.0, retries=1, retry_timeout=6.0)
 TIMEOUT = 10.0
 """The deadline of each operation that has one."""
@@ -149,6 +152,7 @@ def quick() -> Iterator[None]:
         patch.setattr(resolve, "ClientLimits", lambda: LIMITS)
         patch.setattr(cloud, "SMALL", SMALL)
         patch.setattr(cloud, "_WINDOW", WINDOW)
+        patch.setattr(manifest, "INLINE_ENTRIES", INLINE_ENTRIES)
         yield
 
 
@@ -266,10 +270,10 @@ class SyncCopy(InSession):
     also = ("put_object", "get_object")
 
     def fill(self) -> None:
-        write(self.work, "source.bin", noise(2 * MIB))
+        write(self.work, "source.bin", noise(COPIED))
 
     def change(self) -> None:
-        write(self.work, f"copy-{self.count}.bin", noise(2 * MIB))
+        write(self.work, f"copy-{self.count}.bin", noise(COPIED))
 
 
 class Checkpoint(InSession):

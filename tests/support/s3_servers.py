@@ -253,6 +253,12 @@ class MotoServer(S3Server):
         with contextlib.closing(self.boto()) as client:
             client.create_bucket(Bucket=self.bucket)
 
+    def check_rights(self) -> None:
+        """From now on, users and roles may only do what they are allowed to do."""
+        url = f"{self.endpoint}/moto-api/reset-auth"
+        request = urllib.request.Request(url, data=b"0", headers={"Content-Type": "text/plain"}, method="POST")
+        urllib.request.urlopen(request, timeout=10).close()
+
     def boto(self):
         """A boto3 client, for a look past all layers."""
         import boto3

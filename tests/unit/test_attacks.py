@@ -234,6 +234,23 @@ def test_an_exploit_survives_a_background_sync_before_the_restore(trial, tmp_pat
     assert read_tree(trial.work) == {"log.txt": b"own 1\n"}
 
 
+def test_a_checkpoint_that_is_taken_over_twice_stands_for_the_second_time(trial, tmp_path):
+    donor_session = open_session(tmp_path / "donor-work", PosixStore(tmp_path / "donor"), 1, trial="donor")
+    assert save(donor_session, "checkpoint_000007")
+    abandon(donor_session)
+    donor = TrialDir(PosixStore(tmp_path / "donor"), "donor")
+    first = trial.attempt()
+    for content in (b"own 1", b"own 2"):
+        trial.write("log.txt", content)
+        first.restore_foreign(donor, "checkpoint_000007", fresh=False)
+    trial.write("log.txt", b"after the exploits")
+    first.sync()
+    trial.kill()
+    second = trial.attempt()
+    second.restore_foreign(donor, "checkpoint_000007", fresh=True)
+    assert read_tree(trial.work) == {"log.txt": b"own 2"}
+
+
 def test_a_donor_that_goes_on_while_its_artifacts_are_adopted(trial, tmp_path):
     class Moving(PosixStore):
         """The donor overwrites `a` between the listing of its objects and the reading of the path."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import logging
@@ -29,6 +30,7 @@ from ray_artifact_sync.stores.clients import (
 )
 from ray_artifact_sync.stores.cloud import CloudStore
 from ray_artifact_sync.stores.posix import PosixStore
+from tests.support.expiring import ExpiringProxy
 from tests.support.s3_servers import BUCKET, KEY, SECRET, filesystem_at
 
 NO_FILES = {"HOME": "/nonexistent"}
@@ -195,7 +197,6 @@ class Reduced:
 @pytest.mark.parametrize(
     ("filesystem", "option"),
     [
-        (Reduced("s3", role_arn="arn:aws:iam::1:role/x", load_frequency=900), "role_arn"),
         (Reduced("s3", access_key="A", secret_key="S", default_metadata={"ACL": "x"}), "metadata"),
         (Reduced("s3", access_key="A", secret_key="S", option_of_tomorrow="x"), "tomorrow"),
         (Reduced("gcs", target_service_account="x@y"), "target_service_account"),
@@ -236,7 +237,7 @@ def test_s3_empty_credentials_with_profile_files(tmp_path, how):
 
 def test_a_stale_session_token_in_the_environment_does_not_mix_in(monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", "stale")
-    client = client_of(s3_spec(access_key="AK", secret_key="SK"))
+    client = client_of(s3_spec(access_key="AK", secret_key="SK")).current
     assert client.credential_provider() == {
         "access_key_id": "AK",
         "secret_access_key": "SK",
@@ -383,9 +384,9 @@ def test_s3fs_without_region_is_to_be_probed():
 @pytest.mark.parametrize(
     "options",
     [
-        {"profile": "dev"},
         {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}},
-        {"client_kwargs": {"verify": False}},
+        {"client_kwargs": {"verify": "/nonexistent/authority.pem"}},
+        {"client_kwargs": {"config": None}},
         {"requester_pays": True},
     ],
 )
@@ -449,7 +450,7 @@ def test_a_forked_child_makes_its_own_client(monkeypatch):
 
 def test_limits_reach_the_client():
     spec = s3_spec(access_key="AK", secret_key="SK")
-    client = client_of(spec, ClientLimits(request_timeout=7, retries=2, retry_timeout=3))
+    client = client_of(spec, ClientLimits(request_timeout=7, retries=2, retry_timeout=3)).current
     assert client.retry_config["max_retries"] == 2
     assert client.retry_config["retry_timeout"] == dt.timedelta(seconds=3)
     assert "7" in str(client.client_options["timeout"])
@@ -518,6 +519,46 @@ def test_s3fs_reaches_the_same_place(rclone):
     store.put("f", b"x")
     pickled = pickle.loads(pickle.dumps(filesystem))
     assert open_store(fsspec_wrapped(pickled), f"{BUCKET}/s3fs/x").read("f") == b"x"
+
+
+@pytest.mark.s3
+def test_virtual_hosts_are_reached_through_a_proxy(moto):
+    """The bucket is in the name of the host, which only the proxy can find."""
+    filesystem = pafs.S3FileSystem(
+        access_key=KEY,
+        secret_key=SECRET,
+        region="us-east-1",
+        scheme="http",
+        endpoint_override="s3.us-east-1.amazonaws.com",
+        force_virtual_addressing=True,
+        proxy_options=moto.endpoint,
+    )
+    store = open_store(filesystem, f"{BUCKET}/virtual")
+    assert isinstance(store, CloudStore)
+    store.put("a b", b"x")
+    assert [file.path for file in store.list()] == ["a b"]
+    assert open_store(moto.filesystem(), f"{BUCKET}/virtual").read("a b") == b"x"
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("kind", ["arrow", "s3fs"])
+def test_anonymous_requests_are_not_signed(kind, moto):
+    open_store(moto.filesystem(), f"{BUCKET}/public").put("a", b"x")
+    with contextlib.closing(moto.boto()) as client:
+        client.put_object_acl(Bucket=BUCKET, Key="public/a", ACL="public-read")
+    with ExpiringProxy(moto.endpoint, answer_markers=False) as proxy:
+        if kind == "arrow":
+            endpoint = proxy.endpoint.removeprefix("http://")
+            filesystem = pafs.S3FileSystem(
+                anonymous=True, region="us-east-1", scheme="http", endpoint_override=endpoint
+            )
+        else:
+            s3fs = pytest.importorskip("s3fs")
+            filesystem = fsspec_wrapped(s3fs.S3FileSystem(anon=True, endpoint_url=proxy.endpoint))
+        store = open_store(filesystem, f"{BUCKET}/public")
+        assert isinstance(store, CloudStore)
+        assert store.read("a") == b"x"
+        assert set(proxy.served) == {""}
 
 
 # --- imports -------------------------------------------------------------------------------------

@@ -722,7 +722,7 @@ def test_workers_end_with_their_parent(how, local, proxy):
             assert all(is_alive(pid) for pid in pids)
             parent.send_signal(getattr(signal, how))
         parent.wait(20)
-        wait_until(lambda: not any(is_alive(pid) for pid in pids), 10)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), 60)
     finally:
         parent.kill()
         parent.wait()
