@@ -4,7 +4,8 @@
     python release_tests/run.py --quick    those for every commit, in their short form
     python release_tests/run.py NAME ...   the files with these names
 
-Each file in `scenarios/` is one scenario (see there), run in a process of its own. Exit code: 0 if all passed, else 1.
+Each file in `scenarios/` is one scenario (see there), run in a process of its own; those that say `beside = True` run
+beside the others, which come one after the other. Exit code: 0 if all passed, else 1.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
@@ -98,13 +100,29 @@ def with_table(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
-def write_results(outcomes: list[Outcome]) -> None:
+def run_all(stems: list[str], *, quick: bool) -> list[Outcome]:
+    """Runs scenarios and says how each ended, when it has."""
+
+    def run(stem: str) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="release-test-", ignore_cleanup_errors=True) as workdir:
+            outcome = run_in_process(stem, Path(workdir), quick=quick)
+        print(outcome.summary, flush=True)
+        return outcome
+
+    beside = [stem for stem in stems if getattr(load(stem), "beside", False)]
+    with ThreadPoolExecutor(max_workers=max(1, len(beside))) as pool:
+        later = {stem: pool.submit(run, stem) for stem in beside}
+        done = {stem: run(stem) for stem in stems if stem not in later}
+        return [later[stem].result() if stem in later else done[stem] for stem in stems]
+
+
+def write_results(outcomes: list[Outcome], seconds: float) -> None:
     versions = ", ".join(
         f"{name} {metadata.version(name)}" for name in ("ray-artifact-sync", "ray", "pyarrow", "obstore")
     )
     where = f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.system()}"
     lines = [
-        f"{date.today().isoformat()}: {versions}, {where}. Written by `python release_tests/run.py`.",
+        f"{date.today().isoformat()}: {versions}, {where}. `python release_tests/run.py`: {seconds / 60:.0f} min.",
         "",
         "| scenario | result | seconds | figures |",
         "|---|---|---|---|",
@@ -132,15 +150,13 @@ def main() -> int:
     if unknown := set(options.names) - set(known):
         parser.error(f"there is no scenario {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
     wanted = [stem for stem in options.names or known if not options.quick or load(stem).quick]
-    outcomes = []
-    for stem in wanted:
-        with tempfile.TemporaryDirectory(prefix="release-test-", ignore_cleanup_errors=True) as workdir:
-            outcomes.append(run_in_process(stem, Path(workdir), quick=options.quick))
-        print(outcomes[-1].summary, flush=True)
+    started = time.monotonic()
+    outcomes = run_all(wanted, quick=options.quick)
     failed = sum(bool(outcome.error) for outcome in outcomes)
-    print(f"{len(outcomes)} scenarios, {failed} failed.")
+    seconds = time.monotonic() - started
+    print(f"{len(outcomes)} scenarios in {seconds / 60:.0f} min, {failed} failed.")
     if not options.quick and not options.names:
-        write_results(outcomes)
+        write_results(outcomes, seconds)
     return 1 if failed or not outcomes else 0
 
 

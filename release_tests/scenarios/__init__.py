@@ -2,5 +2,5 @@
 
 With `quick`, `run` does the short form. What cannot be run here gives `{"skipped": reason}`.
 
-Optional: `TIMEOUT`, seconds.
+Optional: `TIMEOUT`, seconds; `beside`, whether it runs beside the others.
 """

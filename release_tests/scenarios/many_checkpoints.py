@@ -20,6 +20,7 @@ from tests.support import independent_reader
 
 NAME = "500 checkpoints, 3 kept"
 quick = False
+TIMEOUT = 900
 
 CHECKPOINTS = int(os.environ.get("CHECKPOINTS", "500"))
 KEPT = 3

@@ -18,6 +18,7 @@ from tests.support import independent_reader
 
 NAME = "100,000 files"
 quick = False
+TIMEOUT = 900
 
 FILES = int(os.environ.get("MANY_FILES", "100000"))
 FOLDER = 1000

@@ -19,6 +19,7 @@ from tests.support.s3_servers import BUCKET, RcloneServer
 
 NAME = "soak"
 quick = False
+beside = True  # of the others; it mostly waits
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 SEED = int(os.environ.get("SOAK_SEED", "0")) or time.time_ns() % 1_000_000
