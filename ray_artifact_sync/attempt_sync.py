@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.attempt import Attempt
-from ray_artifact_sync.concurrency import Deadline, Pacer
+from ray_artifact_sync.concurrency import Deadline, Pacer, run_all
 from ray_artifact_sync.errors import (
     ArtifactConflictError,
     ArtifactSyncError,
@@ -22,6 +22,8 @@ from ray_artifact_sync.trial_dir import CONFLICT_TRIES
 
 logger = logging.getLogger(__name__)
 
+LIST_PAGE = 1000
+"""Entries that one request of a listing gives on object stores."""
 SPARE_FILES = 100
 SPARE_BYTES = 64 * 1024 * 1024
 """Preserved copies that only a head needed which was replaced since wait for the next checkpoint, unless there are so
@@ -162,7 +164,9 @@ class SyncingAttempt(Attempt):
             return  # what looks like garbage may be what a commit under way refers to
         self._spare_files = self._spare_bytes = 0
         try:
-            self._request(lambda: self._collect_garbage(list_checkpoints=list_checkpoints), deadline, "Cleaning up")
+            self._request(
+                lambda: self._collect_garbage(deadline, list_checkpoints=list_checkpoints), deadline, "Cleaning up"
+            )
         except ArtifactConflictError:
             raise
         except Exception as error:
@@ -173,19 +177,16 @@ class SyncingAttempt(Attempt):
                 extra=self._log.fields("cleanup_failed", error=type(error).__name__),
             )
 
-    def _collect_garbage(self, *, list_checkpoints: bool) -> None:
+    def _collect_garbage(self, deadline: Deadline, *, list_checkpoints: bool) -> None:
         """Removes what no retained snapshot, no snapshot being written, nothing set aside and no head refers to.
 
         Args:
+            deadline: Ends the work.
             list_checkpoints: Look which checkpoints Ray has deleted meanwhile (a request).
         """
         known = self._known
         if list_checkpoints:
-            there = self.store.list_dirs()
-            if layout.DRIVER_DIR in there:
-                self._read_note()
-                self._leave_to_driver()
-            for name in known.snapshots.keys() - set(there):
+            for name in self._deleted_checkpoints(deadline):
                 del known.snapshots[name]
                 known.retained.pop(name, None)
         journal = self._stale_journal()
@@ -195,6 +196,25 @@ class SyncingAttempt(Attempt):
             known.forget(garbage)
             if self._journal is not None:
                 self._journal.forget(journal)
+
+    def _deleted_checkpoints(self, deadline: Deadline) -> list[str]:
+        """Checkpoints with a snapshot that Ray has deleted: one listing, or a look at each where that is cheaper."""
+        snapshots = self._known.snapshots
+        at_the_top = sum("/" not in path for path in self._known.mirror.states)
+        if self.store.can_fence or at_the_top < LIST_PAGE * len(snapshots):
+            there = set(self.store.list_dirs())
+            if layout.DRIVER_DIR in there:
+                self._read_note()
+                self._leave_to_driver()
+            return [name for name in snapshots if name not in there]
+        gone: list[str] = []
+
+        def look(name: str) -> None:
+            if all(self.store.stat(path) is None for path in snapshots[name]):
+                gone.append(name)
+
+        run_all(list(snapshots), look, workers=self.options.max_concurrency, deadline=deadline)
+        return gone
 
     def _incomplete(self, report: SyncReport) -> IncompleteSyncError:
         path, error = next(iter(report.failures.items()))

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from ray_artifact_sync import journal_files, layout, trial_dir
+from ray_artifact_sync import attempt_sync, journal_files, layout, trial_dir
 from ray_artifact_sync.stores import open_store
 from ray_artifact_sync.stores.posix import PosixStore
 from tests.support.s3_servers import BUCKET, filesystem_at
@@ -113,6 +113,32 @@ def test_an_attempt_that_takes_over_does_not_send_what_is_there(counted, tmp_pat
     assert (sync.files_sent, sync.bytes_sent) == (0, 0)
     assert not any(counts[kind] for kind in DATA), counts
     abandon(second)
+
+
+def test_a_flat_trial_dir_is_not_listed_at_each_checkpoint(counted, tmp_path, monkeypatch):
+    """Its top level takes many requests to list; the checkpoints that are kept are looked at one by one instead."""
+    monkeypatch.setattr(attempt_sync, "LIST_PAGE", 10)
+    proxy, new_store = counted
+    root = tmp_path / "work"
+    root.mkdir()
+    for number in range(50):
+        (root / f"{number}.txt").write_text("x")
+    session = open_session(root, new_store(), 1, set_aside=False)
+    for number in range(6):
+        (root / "flag").write_text(str(number))
+        assert save(session, f"checkpoint_{number:06d}")
+        if number >= 2:  # as Ray does with num_to_keep=2, after the save
+            session.store.delete([file.path for file in session.store.list(f"checkpoint_{number - 2:06d}")])
+    proxy.reset_counts()
+    (root / "flag").write_text("last")
+    assert save(session, "checkpoint_000006")
+    assert proxy.counts["list"] == 0
+    assert proxy.counts["head_object"] <= 4
+    kept = {name for name in session.store.list_dirs() if name.startswith("checkpoint_")}
+    assert kept == {f"checkpoint_{number:06d}" for number in (4, 5, 6)}
+    # What the deleted ones needed is gone, but for those of the last two saves, which Ray has not deleted yet.
+    assert len(list(session.store.list(layout.OBJECTS))) <= len(kept)
+    abandon(session)
 
 
 class CountingStore(WrappedStore):
