@@ -22,6 +22,7 @@ from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, C
 from ray_artifact_sync.metrics import SyncMetrics
 from ray_artifact_sync.session import TrialArtifacts
 from ray_artifact_sync.stores import ArtifactStore, open_store
+from ray_artifact_sync.stores.clients import ClientLimits
 from ray_artifact_sync.syncer import ArtifactSyncer
 from ray_artifact_sync.transfer import TransferEngine, call_with_retries
 from ray_artifact_sync.trial_dir import TrialDir
@@ -182,7 +183,8 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
 
     def trial_store(self) -> ArtifactStore:
         """The trial dir as a store."""
-        return open_store(self.storage_filesystem, self.trial_fs_path)
+        limits = ClientLimits.within(self.sync_config.sync_timeout)
+        return open_store(self.storage_filesystem, self.trial_fs_path, limits=limits)
 
     def locate_checkpoint(self, checkpoint: Any) -> tuple[TrialDir | None, str]:
         """Whose checkpoint it is.
