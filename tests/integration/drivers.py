@@ -48,6 +48,17 @@ def kill_session(driver: subprocess.Popen, worker: int) -> None:
     driver.wait()
 
 
+def run_and_kill(tmp_path: Path, spec: dict) -> None:
+    """Runs a driver until its trial waits (`wait_at`), and kills both; from then on, trials do not wait any more."""
+    driver = start_driver(tmp_path, spec)
+    try:
+        wait_for(tmp_path / "markers/waiting", driver)
+        kill_session(driver, int((tmp_path / "markers/waiting").read_text()))
+    finally:
+        end_driver(driver)
+    (tmp_path / "markers/go_on").touch()
+
+
 def end_driver(driver: subprocess.Popen) -> None:
     """Ends a driver that a failed test has left, with its Ray processes; does nothing if it has ended."""
     if driver.poll() is not None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+# The local form is in the quick release tests, as the README's first command.
+pytestmark = [pytest.mark.ray, pytest.mark.exhaustive]
 
 COMMAND = [sys.executable, "-c", "from ray_artifact_sync.cli import main; main()", "demo"]
 

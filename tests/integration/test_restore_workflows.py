@@ -14,8 +14,8 @@ import pytest
 from ray import tune
 
 from ray_artifact_sync import ArtifactSyncer
-from tests.integration.drivers import kill_session, run_driver, start_driver, wait_for
-from tests.integration.places import Place, local_place, s3_place
+from tests.integration.drivers import end_driver, run_and_kill, run_driver, start_driver, wait_for
+from tests.integration.places import S3_IS_EXHAUSTIVE, Place, local_place, s3_place
 from tests.integration.runs import LINES, check_exact, exploiting, trial_dir, tuner
 from tests.integration.trainables import Exploited, Logging
 from tests.support.s3_servers import filesystem_at
@@ -29,11 +29,7 @@ def killed(request, tmp_path, place):
     spec = {"storage_path": place.storage_path, "trainable": "Logging", "config": {"wait_at": 6}}
     if place.filesystem is not None:
         spec["endpoint"] = request.getfixturevalue("proxy").endpoint
-    driver = start_driver(tmp_path, spec)
-    wait_for(tmp_path / "markers/waiting", driver)
-    worker = int((tmp_path / "markers/waiting").read_text())
-    kill_session(driver, worker)
-    (tmp_path / "markers/go_on").touch()
+    run_and_kill(tmp_path, spec)
     return spec
 
 
@@ -78,10 +74,7 @@ def test_moved_experiment(killed, place, tmp_path):
 def test_experiment_copied_to_another_store(tmp_path, proxy, rclone):
     place = local_place(tmp_path)
     spec = {"storage_path": place.storage_path, "trainable": "Logging", "config": {"wait_at": 6}}
-    driver = start_driver(tmp_path, spec)
-    wait_for(tmp_path / "markers/waiting", driver)
-    kill_session(driver, int((tmp_path / "markers/waiting").read_text()))
-    (tmp_path / "markers/go_on").touch()
+    run_and_kill(tmp_path, spec)
     target = s3_place(tmp_path, filesystem_at(proxy.endpoint))
     for file in Path(place.storage_path).rglob("*"):
         if file.is_file():
@@ -103,6 +96,7 @@ def test_experiment_copied_to_another_store(tmp_path, proxy, rclone):
     assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
 
 
+@S3_IS_EXHAUSTIVE
 @pytest.mark.parametrize("option", ["resume_errored", "restart_errored"])
 def test_errored_trials(ray_cluster, place, tmp_path, option):
     results = tuner(Logging, place, tmp_path, {"crash_at": 6, "crash": "raise"}, max_failures=0).fit()
@@ -174,6 +168,7 @@ def own_lines(place: Place, result) -> list[list[str]]:
     return [line.split() for line in (trial_dir(place, result) / "own.txt").read_text().splitlines()]
 
 
+@S3_IS_EXHAUSTIVE
 @pytest.mark.parametrize("reuse", [False, True], ids=["new-actor", "reused-actor"])
 def test_pbt_keeps_each_trials_own_artifacts(ray_cluster, place, tmp_path, reuse):
     results = pbt(place, tmp_path, {}, reuse_actors=reuse)
@@ -186,6 +181,7 @@ def test_pbt_keeps_each_trials_own_artifacts(ray_cluster, place, tmp_path, reuse
     assert exploited, "no trial was exploited; the test shows nothing"
 
 
+@S3_IS_EXHAUSTIVE
 def test_crash_right_after_an_exploit_returns_to_that_moment(ray_cluster, place, tmp_path):
     results = pbt(place, tmp_path, {"crash_after_exploit": True})
     assert (tmp_path / "markers/crash").exists(), "no trial was exploited; the test shows nothing"
@@ -195,6 +191,7 @@ def test_crash_right_after_an_exploit_returns_to_that_moment(ray_cluster, place,
         assert len(lines) == len({tuple(line) for line in lines}), "a step twice"
 
 
+@S3_IS_EXHAUSTIVE
 def test_adopting_the_donors_artifacts(ray_cluster, place, tmp_path):
     """With `adopt_foreign_artifacts=True` the exploited trial goes on with the donor's log."""
     results = pbt(place, tmp_path, {}, syncer=ArtifactSyncer(adopt_foreign_artifacts=True))
@@ -215,10 +212,13 @@ def test_ctrl_c_on_the_driver(tmp_path):
     place = local_place(tmp_path)
     spec = {"storage_path": place.storage_path, "trainable": "Logging", "config": {"wait_at": 6}}
     driver = start_driver(tmp_path, spec)
-    wait_for(tmp_path / "markers/waiting", driver)
-    worker = int((tmp_path / "markers/waiting").read_text())
-    driver.send_signal(signal.SIGINT)
-    driver.communicate(timeout=100)
+    try:
+        wait_for(tmp_path / "markers/waiting", driver)
+        worker = int((tmp_path / "markers/waiting").read_text())
+        driver.send_signal(signal.SIGINT)
+        driver.communicate(timeout=100)
+    finally:
+        end_driver(driver)
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
     (directory,) = Path(place.storage_path).glob("exp/Logging_*")

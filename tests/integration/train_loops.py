@@ -17,7 +17,9 @@ def load_step(checkpoint) -> int:
 
 
 def note(markers, name, text) -> None:
-    (Path(markers) / name).write_text(text)
+    temporary = Path(markers) / f".{name}.{os.getpid()}"
+    temporary.write_text(text)
+    temporary.replace(temporary.with_name(name))
 
 
 def loop(config):

@@ -42,7 +42,10 @@ class LoggingBody(tune.Trainable):
         Path("setup.txt").write_text("written in setup\n")
 
     def mark(self, name: str, text: str = "") -> None:
-        Path(self.cfg["markers"], name).write_text(text)
+        # At once: who waits for it reads it when it is there.
+        temporary = Path(self.cfg["markers"], f".{name}.{os.getpid()}")
+        temporary.write_text(text)
+        temporary.replace(temporary.with_name(name))
 
     def write_line(self) -> None:
         if self.log is not None:

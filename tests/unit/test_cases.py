@@ -638,7 +638,7 @@ def sync_a_sparse_file(place, work, size):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_a_sparse_file_of_6_gib(tmp_path):
     size = 6 * 1024 * MIB

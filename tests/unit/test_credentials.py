@@ -175,7 +175,7 @@ def test_a_trial_outlives_keys_that_are_good_for_some_calls(kind, server, servic
     def open_it():
         return ArrowStore(filesystem, root) if kind == "arrow_store" else open_store(filesystem, root, limits=LIMITS)
 
-    session = open_session(tmp_path / "work", open_it(), 1, max_concurrency=4, retries=5)
+    session = open_session(tmp_path / "work", open_it(), 1, max_concurrency=4, retries=5, sync_timeout=240.0)
     work = session.working_dir
     with open(os.path.join(work, "large.bin"), "wb") as file:
         file.write(os.urandom(20 * MIB))

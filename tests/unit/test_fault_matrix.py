@@ -75,6 +75,8 @@ def cases() -> Iterator[Case]:
 
 
 CASES = list(cases())
+SAMPLE = 3
+"""Every third case is run each time, the others are exhaustive."""
 
 
 @dataclass
@@ -173,7 +175,11 @@ def outcomes(request, tmp_path_factory):
     return runner.outcomes
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.exhaustive] if n % SAMPLE else []) for n, case in enumerate(CASES)],
+    ids=str,
+)
 def test_fault(case, outcomes):
     outcome = outcomes[case]
     if outcome.problem is not None:

@@ -65,7 +65,7 @@ SYNC = """
 
 
 @pytest.mark.s3
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_thousand_small_files(proxy, tmp_path):
     work, other = tmp_path / "work", tmp_path / "other"
     code = SYNC.format(

@@ -166,7 +166,7 @@ class CountingStore(WrappedStore):
         self.bytes.clear()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bookkeeping_of_100_000_files(tmp_path):
     root = tmp_path / "work"
     write_files(root, 100_000, size=4)

@@ -136,7 +136,8 @@ def store(kind, request, tmp_path):
         memory = pafs.PyFileSystem(pafs.FSSpecHandler(MemoryFileSystem()))
         return open_store(memory, f"/contract/{number}")
     endpoint = request.getfixturevalue("marker_proxy").endpoint
-    return ArrowStore(filesystem_at(endpoint), f"{BUCKET}/contract/arrow-{number}")
+    # A busy machine answers late: the default is 3 s.
+    return ArrowStore(filesystem_at(endpoint, request_timeout=60), f"{BUCKET}/contract/arrow-{number}")
 
 
 def azure_store(kind: str, endpoint: str, place: str) -> ArtifactStore:
