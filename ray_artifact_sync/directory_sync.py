@@ -84,12 +84,15 @@ class DirectorySync:
         self._stack: ManifestStack | None = None
         self._layers: set[str] = set()
 
-    def sync_up(self, deadline: Deadline, rule: SkipRule = take_all) -> SyncReport:
+    def sync_up(
+        self, deadline: Deadline, rule: SkipRule = take_all, *, elsewhere: Mapping[str, str] | None = None
+    ) -> SyncReport:
         """Sends what changed since the last sync, then commits the manifest.
 
         Args:
             deadline: Ends the work.
             rule: Leaves local files out.
+            elsewhere: Path to the local file to send in its place: a copy of it.
 
         Raises:
             IncompleteSyncError: Some files were refused; the others are there and committed.
@@ -103,6 +106,7 @@ class DirectorySync:
             pinned=(),
             deadline=deadline,
             rule=rule,
+            elsewhere=elsewhere or {},
         ).run()
         # What is stored stays: files that are gone locally, or left out this time, are still there.
         manifest = Manifest(_on_top(stack.manifest.entries, report.manifest.entries), self._writer.token)

@@ -129,7 +129,11 @@ class SyncPass:
         scan = scan_tree(self.root, self.rule, skip_checkpoints=self.skip_checkpoints, cache=self.cache)
         self.skips.extend(scan.skips)
         self.cache.forget_except(scan.files.keys())
-        return self.run_files(as_local_files(scan, self.cache))
+        files = as_local_files(scan, self.cache)
+        for path in self.elsewhere.keys() & files.keys():
+            stat = os.stat(self.elsewhere[path])
+            files[path] = LocalFile(path, stat.st_size, stat.st_mtime_ns)
+        return self.run_files(files)
 
     def run_files(self, files: dict[str, LocalFile]) -> SyncReport:
         """Like `run`, for files that were listed already."""

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pyarrow.fs
@@ -32,6 +32,7 @@ from ray_artifact_sync.progress import Watcher
 from ray_artifact_sync.registry import ArtifactRegistry
 from ray_artifact_sync.scan import SkipRule, take_all
 from ray_artifact_sync.session_log import log_fields
+from ray_artifact_sync.state_copies import StateCopies
 from ray_artifact_sync.stores import ArtifactStore, open_uri
 
 logger = logging.getLogger(__name__)
@@ -180,7 +181,11 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
             True if it was started, False while another operation runs.
         """
         rule = self._rule(exclude)
-        return self._launch(lambda deadline: self._sync_up_now(local_dir, remote_dir, rule, deadline))
+        copies: dict[str, str] = {}
+        return self._launch(
+            lambda deadline: self._sync_up_now(local_dir, remote_dir, rule, copies, deadline),
+            prepare=lambda: copies.update(StateCopies(os.path.abspath(local_dir)).take()) if self._on_driver else None,
+        )
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
         """Starts downloading a remote directory; files that are there already are left alone.
@@ -290,7 +295,9 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
     def _open(self, remote_dir: str) -> ArtifactStore:
         return open_uri(remote_dir, self.storage_filesystem)
 
-    def _sync_up_now(self, local_dir: str, remote_dir: str, rule: SkipRule, deadline: Deadline) -> None:
+    def _sync_up_now(
+        self, local_dir: str, remote_dir: str, rule: SkipRule, copies: Mapping[str, str], deadline: Deadline
+    ) -> None:
         key = (os.path.abspath(local_dir), str(remote_dir).rstrip("/"))
         if self._on_driver and self._driver_files is None:
             _warn_without_callback()
@@ -308,9 +315,9 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
         if self._driver_files is not None:
             rule = self._driver_files.sync_rule(rule)
             directory.forget(self._driver_files.before_sync(directory.store.below, directory.stored, deadline))
-        directory.sync_up(deadline, rule)
+        directory.sync_up(deadline, rule, elsewhere=copies)
 
-    def _launch(self, command: Callable[[Deadline], object]) -> bool:
+    def _launch(self, command: Callable[[Deadline], object], *, prepare: Callable[[], None] = lambda: None) -> bool:
         with self._lock:
             operation = self._operation
             if operation is not None and not operation.done():
@@ -324,6 +331,7 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
                         error,
                         extra=log_fields("directory_sync_failed", error=type(error).__name__, message=str(error)),
                     )
+            prepare()
             self._start(command)
             return True
 

@@ -59,6 +59,7 @@ LAYERS = {
     "metrics": RAY,
     "progress_bars": RAY,
     "driver_files": SESSION,
+    "state_copies": SESSION,
     "driver_note": IO,
     "syncer": RAY,
     "storage_context": RAY,

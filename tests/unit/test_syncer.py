@@ -231,3 +231,26 @@ def test_a_run_without_the_callback_is_told(tmp_path, caplog, monkeypatch, activ
     )
     sync_up(driver, tmp_path / "staging", tmp_path / "exp")
     assert ("no ArtifactSyncCallback" in caplog.text) is not active
+
+
+def test_state_that_the_driver_writes_anew_meanwhile_is_stored_whole(tmp_path, monkeypatch):
+    """Ray's driver writes it in place, and may have begun the next one when the sync reads it."""
+    from pyarrow import fs as pafs
+
+    from ray_artifact_sync.directory_sync import DirectorySync
+
+    staging, experiment = tmp_path / "staging", tmp_path / "exp"
+    driver = ArtifactSyncer().bind(
+        pafs.LocalFileSystem(), sync_period=30, sync_timeout=60, registry=ArtifactRegistry.default()
+    )
+    send = DirectorySync.sync_up
+
+    def begin_the_next_one(self, *args, **kwargs):
+        write(staging, {"experiment_state-1.json": ""})
+        return send(self, *args, **kwargs)
+
+    monkeypatch.setattr(DirectorySync, "sync_up", begin_the_next_one)
+    for state in ("first", "second, which is longer", "third"):
+        write(staging, {"experiment_state-1.json": state, "t_1/result.json": "{}"})
+        sync_up(driver, staging, experiment)
+        assert tree(experiment) == {"experiment_state-1.json": state, "t_1/result.json": "{}"}
