@@ -9,6 +9,17 @@ from ray import cloudpickle
 from tests.integration.places import local_place, s3_place
 from tests.support.s3_servers import filesystem_at
 
+LIFE_CYCLES = ("test_endings.py", "test_restore_workflows.py", "test_train.py")
+"""What these show is Ray's doing, whatever the storage: on S3 they are exhaustive."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(items):
+    for item in items:
+        on_s3 = hasattr(item, "callspec") and item.callspec.params.get("place") == "s3"
+        if on_s3 and item.path.name in LIFE_CYCLES:
+            item.add_marker(pytest.mark.exhaustive)
+
 
 @pytest.fixture(scope="session")
 def ray_cluster():

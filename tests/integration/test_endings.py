@@ -12,7 +12,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler, HyperBandScheduler
 
 from ray_artifact_sync import ArtifactSyncCallback, ArtifactSyncer
-from tests.integration.places import S3_IS_EXHAUSTIVE, s3_place
+from tests.integration.places import s3_place
 from tests.integration.runs import LINES, check_exact, content, trial_dir, tuner
 from tests.integration.trainables import Logging, ManyFiles
 from tests.support.s3_servers import filesystem_at
@@ -110,7 +110,6 @@ def test_error_in_setup(ray_cluster, place, tmp_path):
     assert "broken setup" in str(results[0].error)
 
 
-@S3_IS_EXHAUSTIVE
 def test_time_budget(ray_cluster, place, tmp_path):
     class Slow(Logging):
         def step(self):

@@ -15,7 +15,7 @@ from ray import tune
 
 from ray_artifact_sync import ArtifactSyncer
 from tests.integration.drivers import end_driver, run_and_kill, run_driver, start_driver, wait_for
-from tests.integration.places import S3_IS_EXHAUSTIVE, Place, local_place, s3_place
+from tests.integration.places import Place, local_place, s3_place
 from tests.integration.runs import LINES, check_exact, exploiting, trial_dir, tuner
 from tests.integration.trainables import Exploited, Logging
 from tests.support.s3_servers import filesystem_at
@@ -96,7 +96,6 @@ def test_experiment_copied_to_another_store(tmp_path, proxy, rclone):
     assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
 
 
-@S3_IS_EXHAUSTIVE
 @pytest.mark.parametrize("option", ["resume_errored", "restart_errored"])
 def test_errored_trials(ray_cluster, place, tmp_path, option):
     results = tuner(Logging, place, tmp_path, {"crash_at": 6, "crash": "raise"}, max_failures=0).fit()
@@ -168,7 +167,6 @@ def own_lines(place: Place, result) -> list[list[str]]:
     return [line.split() for line in (trial_dir(place, result) / "own.txt").read_text().splitlines()]
 
 
-@S3_IS_EXHAUSTIVE
 @pytest.mark.parametrize("reuse", [False, True], ids=["new-actor", "reused-actor"])
 def test_pbt_keeps_each_trials_own_artifacts(ray_cluster, place, tmp_path, reuse):
     results = pbt(place, tmp_path, {}, reuse_actors=reuse)
@@ -181,7 +179,6 @@ def test_pbt_keeps_each_trials_own_artifacts(ray_cluster, place, tmp_path, reuse
     assert exploited, "no trial was exploited; the test shows nothing"
 
 
-@S3_IS_EXHAUSTIVE
 def test_crash_right_after_an_exploit_returns_to_that_moment(ray_cluster, place, tmp_path):
     results = pbt(place, tmp_path, {"crash_after_exploit": True})
     assert (tmp_path / "markers/crash").exists(), "no trial was exploited; the test shows nothing"
@@ -191,7 +188,6 @@ def test_crash_right_after_an_exploit_returns_to_that_moment(ray_cluster, place,
         assert len(lines) == len({tuple(line) for line in lines}), "a step twice"
 
 
-@S3_IS_EXHAUSTIVE
 def test_adopting_the_donors_artifacts(ray_cluster, place, tmp_path):
     """With `adopt_foreign_artifacts=True` the exploited trial goes on with the donor's log."""
     results = pbt(place, tmp_path, {}, syncer=ArtifactSyncer(adopt_foreign_artifacts=True))
