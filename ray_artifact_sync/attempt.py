@@ -45,18 +45,7 @@ Result = TypeVar("Result")
 
 
 class Attempt:
-    """What one attempt has and knows.
-
-    Args:
-        working_dir: Local directory that the trial writes into.
-        store: Storage, with the trial dir as its root.
-        trial: The trial dir's name, or what reads it.
-        token: The attempt.
-        options: How to sync.
-        registered_checkpoint: Index of the newest checkpoint that counts; None: all count.
-        observer: Is told what was done.
-        watcher: Shows the progress of transfers that take long.
-    """
+    """What one attempt has and knows. The arguments are those of `session.TrialArtifacts`, which users make."""
 
     def __init__(
         self,

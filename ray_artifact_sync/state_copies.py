@@ -21,33 +21,26 @@ MAX_BYTES = 256 * 1024 * 1024
 """Larger files are read where they are: a copy would keep the driver waiting."""
 
 
-class StateCopies:
-    """The copies of one staging directory's files; those in its directories are the trials' and only grow.
+def copy_state(local_dir: str) -> Mapping[str, str]:
+    """Copies the files of a staging directory as they are now, in the place of those of the sync before.
+
+    Those in its directories are left alone: they are the trials', and only grow. Never raises.
 
     Args:
         local_dir: The driver's staging directory.
+
+    Returns:
+        Path in the staging directory to the copy. Files that cannot be copied are not among them.
     """
-
-    def __init__(self, local_dir: str) -> None:
-        self._local_dir = local_dir
-        self._directory = os.path.join(local_dir, layout.STATE_DIR, "state")
-
-    def take(self) -> Mapping[str, str]:
-        """Copies the files as they are now, in the place of those of the sync before. Never raises.
-
-        Returns:
-            Path in the staging directory to the copy. Files that cannot be copied are not among them.
-        """
-        copies: dict[str, str] = {}
-        try:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            os.makedirs(self._directory)
-            with os.scandir(self._local_dir) as entries:
-                for entry in entries:
-                    if entry.is_file(follow_symlinks=False) and entry.stat().st_size <= MAX_BYTES:
-                        copy = os.path.join(self._directory, entry.name)
-                        shutil.copy2(entry.path, copy)
-                        copies[entry.name] = copy
-        except OSError as error:  # a full disk
-            logger.debug("The experiment's state is sent without a copy: %s", error)
-        return copies
+    directory = os.path.join(local_dir, layout.STATE_DIR, "state")
+    copies: dict[str, str] = {}
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.makedirs(directory)
+        with os.scandir(local_dir) as entries:
+            for entry in entries:
+                if entry.is_file(follow_symlinks=False) and entry.stat().st_size <= MAX_BYTES:
+                    copies[entry.name] = shutil.copy2(entry.path, os.path.join(directory, entry.name))
+    except OSError as error:  # a full disk
+        logger.debug("The experiment's state is sent without a copy: %s", error)
+    return copies

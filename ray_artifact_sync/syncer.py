@@ -32,7 +32,7 @@ from ray_artifact_sync.progress import Watcher
 from ray_artifact_sync.registry import ArtifactRegistry
 from ray_artifact_sync.scan import SkipRule, take_all
 from ray_artifact_sync.session_log import log_fields
-from ray_artifact_sync.state_copies import StateCopies
+from ray_artifact_sync.state_copies import copy_state
 from ray_artifact_sync.stores import ArtifactStore, open_uri
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
         copies: dict[str, str] = {}
         return self._launch(
             lambda deadline: self._sync_up_now(local_dir, remote_dir, rule, copies, deadline),
-            prepare=lambda: copies.update(StateCopies(os.path.abspath(local_dir)).take()) if self._on_driver else None,
+            prepare=lambda: copies.update(copy_state(os.path.abspath(local_dir))) if self._on_driver else None,
         )
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:

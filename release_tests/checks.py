@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,7 @@ def check_trial(
     rank: int = 0,
     also: tuple[str, ...] = (),
     checkpoints: set[str] | None = None,
+    expected: Callable[[int, dict, int], dict[str, str]] = trials.expected,
 ) -> int:
     """Compares the newest artifacts and those of every checkpoint with what they must be.
 
@@ -117,6 +118,7 @@ def check_trial(
         rank: Of a Train worker.
         also: Artifacts that are there at the end beside those of the steps.
         checkpoints: Those that count; all that there are by default.
+        expected: From step, configuration and rank to the digests of what must be there.
 
     Returns:
         Checkpoints that were compared.
@@ -124,7 +126,7 @@ def check_trial(
     newest = digests(independent_reader.head_tree(place))
     for name in also:
         assert newest.pop(name, None), f"{name} is missing"
-    want = trials.expected(steps, config, rank)
+    want = expected(steps, config, rank)
     assert newest == want, difference(newest, want)
     for path in want:
         assert hashlib.sha256(place.read(path)).hexdigest() == want[path], f"{path} at its own path is not the newest"
@@ -136,7 +138,7 @@ def check_trial(
         snapshot = found[name]
         n = int(place.read(f"{name}/n"))
         tree = digests(independent_reader.tree_of(place, snapshot))
-        want = trials.expected(n, config, rank)
+        want = expected(n, config, rank)
         assert tree == want, f"{name} of step {n}: {difference(tree, want)}"
     return len(checkpoints)
 

@@ -25,16 +25,21 @@ DISK = "1500m"
 """Size of a node's disk (memory of this machine, as far as it is used)."""
 
 ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
+    "PYTHONPATH": str(ROOT),
+    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+}
+"""Of every Ray that is started here."""
+
+_OF_NODES = {
+    **ENVIRONMENT,
+    "RAY_AUTH_MODE": "disabled",
     # A frozen node is given up after some 3 s instead of 25.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
-    "PYTHONPATH": str(ROOT),
-    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
 }
 
 
@@ -134,7 +139,7 @@ class Cluster:
         self.nodes: dict[str, Node] = {}
         self._head: Node | None = None
         self._numbers = itertools.count()
-        self._environment = {**os.environ, **ENVIRONMENT}
+        self._environment = {**os.environ, **_OF_NODES}
 
     def __enter__(self) -> Cluster:  # noqa: PYI034  (nobody derives from it)
         command = [
@@ -211,7 +216,7 @@ def connected(*names: str, cpus: int = 1) -> Iterator[Cluster]:
     """A cluster with some nodes, and this process as its driver."""
     import ray
 
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(_OF_NODES)
     with Cluster() as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         try:

@@ -1,53 +1,20 @@
-"""Runs of one trial on a cluster whose nodes are lost under it."""
+"""What can happen to the nodes under a run."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ray import tune
-
-from ray_artifact_sync import configure, with_artifacts
-from release_tests import trials
 from release_tests.checks import Storage
 from release_tests.cluster import Cluster, Node, wait_until
+from release_tests.runs import PATIENCE, RUN
 from tests.support.fault_proxy import Rule
 
-RUN = "exp"
 STATE_DIR = ".ray_artifact_sync"
 RESTORED_BYTES = 200 * 1024 * 1024
 """Of the large file on a local disk: its upload and its restore take long enough to be caught."""
 SENT_BYTES = 24 * 1024 * 1024
 """Of the large file on S3, where a request is held up instead: more than one part."""
-PATIENCE = 300.0
-"""Seconds that something may take on a busy machine before it counts as not happening."""
-
-
-class Accomplice:
-    """Does things to the cluster while a run goes on; an error in it is raised at the end."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        try:
-            self._act()
-        except BaseException as error:
-            self._error = error
-
-    def __enter__(self) -> Accomplice:  # noqa: PYI034  (nobody derives from it)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind, *exc) -> None:
-        self._thread.join(0 if kind else PATIENCE)
-        if self._error is not None:
-            raise self._error
-        assert kind or not self._thread.is_alive(), "the run was over before everything had happened"
 
 
 def trial_config(workdir: Path, storage: Storage, **more: Any) -> dict[str, Any]:
@@ -55,47 +22,6 @@ def trial_config(workdir: Path, storage: Storage, **more: Any) -> dict[str, Any]
     shared.mkdir(exist_ok=True)
     big = SENT_BYTES if storage.proxy else RESTORED_BYTES
     return {"shared": str(shared), "big": big, **more}
-
-
-def tuner(
-    trainable: Any,
-    storage: Storage,
-    config: dict[str, Any],
-    *,
-    plain: bool = False,
-    keep: int | None = None,
-    **options: Any,
-):
-    """A run of one trial; `plain`: with what Ray alone has to offer; `options`: of `configure`."""
-    is_class = isinstance(trainable, type)
-    frequency: dict[str, Any] = {"checkpoint_frequency": trials.FREQUENCY} if is_class else {}
-    run_config = tune.RunConfig(
-        name=RUN,
-        checkpoint_config=tune.CheckpointConfig(num_to_keep=keep, **frequency),
-        failure_config=tune.FailureConfig(max_failures=20),
-        verbose=0,
-        **storage.run_options,
-    )
-    if plain:
-        run_config.sync_config = tune.SyncConfig(sync_artifacts=True, sync_artifacts_on_checkpoint=True)
-    else:
-        run_config = configure(run_config, **options)
-    return tune.Tuner(
-        trainable if is_class or plain else with_artifacts(trainable), param_space=config, run_config=run_config
-    )
-
-
-def trainer(loop: Any, storage: Storage, config: dict[str, Any], *, workers: int):
-    """A run of Ray Train V2, each worker on a node of its own."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-    return DataParallelTrainer(
-        loop,
-        train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=workers, placement_strategy="STRICT_SPREAD"),
-        run_config=RunConfig(name=RUN, failure_config=FailureConfig(max_failures=20), **storage.run_options),
-    )
 
 
 class Losses:

@@ -16,7 +16,7 @@ from ray_artifact_sync import trial_dir
 from ray_artifact_sync.errors import ArtifactConflictError
 from ray_artifact_sync.session import TrialArtifacts
 from ray_artifact_sync.trial_dir import TrialDir
-from tests.support.sessions import open_session, read_tree, save
+from tests.support.sessions import open_session, save
 from tests.support.victim import digests, store_of
 
 
@@ -70,9 +70,6 @@ class Attempts:
 
     def close(self) -> None:
         self.session.close()
-
-    def look(self) -> list[str]:
-        return sorted(read_tree(self.root))
 
 
 def main() -> None:

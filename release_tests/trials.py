@@ -6,7 +6,6 @@ Each step appends to a log, rewrites two files (one of them large, if told so) a
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
@@ -113,10 +112,23 @@ def check_restored(config: dict, n: int, rank: int = 0) -> None:
     mark(config, f"restored-{time.time_ns()}", str(n))
 
 
-class WriterBody(tune.Trainable):
+class Counting(tune.Trainable):
+    """Knows which step it is in; that is what its checkpoints hold."""
+
     def setup(self, config: dict) -> None:
-        self.cfg = config
         self.n = 0
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "n").write_text(str(self.n))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.n = int(Path(checkpoint_dir, "n").read_text())
+
+
+class WriterBody(Counting):
+    def setup(self, config: dict) -> None:
+        super().setup(config)
+        self.cfg = config
         mark(config, f"started-{time.time_ns()}", node_id())
 
     def step(self) -> dict:
@@ -129,10 +141,7 @@ class WriterBody(tune.Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         mark(self.cfg, f"saving-{self.n}", node_id())
-        Path(checkpoint_dir, "n").write_text(str(self.n))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.n = int(Path(checkpoint_dir, "n").read_text())
+        super().save_checkpoint(checkpoint_dir)
 
 
 class Writer(ArtifactSyncMixin, WriterBody):
@@ -211,9 +220,3 @@ def plain_train_loop(config: dict) -> None:
     for n in range(1, config.get("steps", STEPS) + 1):
         write_step(n, config, context.get_world_rank())
         ray.train.report({"n": n})
-
-
-def forget_marks(shared: Path, *names: str) -> None:
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            (shared / name).unlink()

@@ -16,7 +16,8 @@ from ray import tune
 from release_tests import trials
 from release_tests.checks import Storage, check_trial, lines_of, storage_at
 from release_tests.cluster import Cluster, connected, wait_until, why_not
-from release_tests.losses import PATIENCE, RUN, SENT_BYTES, tuner
+from release_tests.losses import SENT_BYTES
+from release_tests.runs import PATIENCE, RUN, tuner
 
 NAME = "driver and its node lost"
 quick = False

@@ -12,18 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ray import tune
 from ray.train._internal.storage import StorageContext
 
-from ray_artifact_sync import ArtifactSyncer, RemoteUploader, StagingError, configure
+from ray_artifact_sync import ArtifactSyncer, RemoteUploader, StagingError
 from ray_artifact_sync.errors import IncompleteSyncError, StorageError
 from release_tests import trials
 from release_tests.checks import Storage, check_trial, storage_at
 from release_tests.cluster import wait_until
 from release_tests.local_ray import local_ray
-from release_tests.losses import Accomplice
-from release_tests.small_disk import FILLER, fill, free, mount, small_disk, unmount_below, why_not
+from release_tests.runs import Accomplice, tuner
 from tests.support import independent_reader
+from tests.support.small_disk import FILLER, fill, free, mount, small_disk, unmount_below, why_not
 
 NAME = "full disks"
 quick = False
@@ -69,20 +68,8 @@ def run(workdir: Path, *, quick: bool) -> dict[str, object]:
 
 
 def fit(trainable: Any, storage: Storage, config: dict[str, Any]) -> Any:
-    return tune.Tuner(
-        trainable,
-        param_space=config,
-        run_config=configure(
-            tune.RunConfig(
-                name="exp",
-                checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1),
-                failure_config=tune.FailureConfig(max_failures=30),
-                verbose=0,
-                **storage.run_options,
-            ),
-            syncer=ArtifactSyncer(exclude=[FILLER]),
-        ),
-    ).fit()[0]
+    syncer = ArtifactSyncer(exclude=[FILLER])
+    return tuner(trainable, storage, config, frequency=1, max_failures=30, syncer=syncer).fit()[0]
 
 
 def prepare(workdir: Path, **more: Any) -> dict[str, Any]:

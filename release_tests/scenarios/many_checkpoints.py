@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ray import tune
-
-from ray_artifact_sync import ArtifactSyncMixin, configure
+from ray_artifact_sync import ArtifactSyncMixin
+from release_tests import trials
 from release_tests.checks import storage_at
 from release_tests.local_ray import local_ray
+from release_tests.runs import tuner
 from tests.support import independent_reader
 
 NAME = "500 checkpoints, 3 kept"
@@ -35,10 +35,7 @@ def artifacts(n: int) -> dict[str, bytes]:
     }
 
 
-class Saving(ArtifactSyncMixin, tune.Trainable):
-    def setup(self, config: dict[str, Any]) -> None:
-        self.n = 0
-
+class Saving(ArtifactSyncMixin, trials.Counting):
     def step(self) -> dict[str, Any]:
         self.n += 1
         Path("plots").mkdir(exist_ok=True)
@@ -47,12 +44,6 @@ class Saving(ArtifactSyncMixin, tune.Trainable):
         Path("state.bin").write_bytes(artifacts(self.n)["state.bin"])
         Path(f"plots/{self.n % 10}.txt").write_bytes(artifacts(self.n)[f"plots/{self.n % 10}.txt"])
         return {"n": self.n, "done": self.n == CHECKPOINTS}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "n").write_text(str(self.n))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.n = int(Path(checkpoint_dir, "n").read_text())
 
 
 def run(workdir: Path, *, quick: bool) -> dict[str, object]:
@@ -64,17 +55,7 @@ def run(workdir: Path, *, quick: bool) -> dict[str, object]:
 def on_ray(workdir: Path) -> dict[str, object]:
     started = time.monotonic()
     with local_ray(), storage_at("local", workdir) as storage:
-        result = tune.Tuner(
-            Saving,
-            run_config=configure(
-                tune.RunConfig(
-                    name="exp",
-                    checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1, num_to_keep=KEPT),
-                    verbose=0,
-                    **storage.run_options,
-                )
-            ),
-        ).fit()[0]
+        result = tuner(Saving, storage, {}, keep=KEPT, frequency=1, max_failures=0).fit()[0]
         assert result.error is None, result.error
         place = storage.look(result.path)
         assert independent_reader.head_tree(place) == artifacts(CHECKPOINTS)

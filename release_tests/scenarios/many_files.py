@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ray import tune
-
-from ray_artifact_sync import ArtifactSyncMixin, configure
+from ray_artifact_sync import ArtifactSyncMixin
+from release_tests import trials
 from release_tests.checks import storage_at
 from release_tests.local_ray import local_ray
+from release_tests.runs import tuner
 from tests.support import independent_reader
 
 NAME = "100,000 files"
@@ -53,10 +53,10 @@ def digest_of(n: int) -> str:
     return hasher.hexdigest()
 
 
-class Many(ArtifactSyncMixin, tune.Trainable):
+class Many(ArtifactSyncMixin, trials.Counting):
     def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
         self.shared = Path(config["shared"])
-        self.n = 0
 
     def step(self) -> dict[str, Any]:
         self.n += 1
@@ -87,30 +87,12 @@ class Many(ArtifactSyncMixin, tune.Trainable):
         (self.shared / "restored.json").write_text(json.dumps({"seconds": seconds, "n": self.n, "exact": exact}))
         return restored
 
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "n").write_text(str(self.n))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.n = int(Path(checkpoint_dir, "n").read_text())
-
 
 def run(workdir: Path, *, quick: bool) -> dict[str, object]:
     shared = workdir / "shared"
     shared.mkdir()
     with local_ray(), storage_at("local", workdir) as storage:
-        result = tune.Tuner(
-            Many,
-            param_space={"shared": str(shared)},
-            run_config=configure(
-                tune.RunConfig(
-                    name="exp",
-                    checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1),
-                    failure_config=tune.FailureConfig(max_failures=1),
-                    verbose=0,
-                    **storage.run_options,
-                )
-            ),
-        ).fit()[0]
+        result = tuner(Many, storage, {"shared": str(shared)}, frequency=1, max_failures=1).fit()[0]
         assert result.error is None, result.error
         place = storage.look(result.path)
         newest = independent_reader.entries_of(place, ".ray_artifact_sync/manifest.json")

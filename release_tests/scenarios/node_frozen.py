@@ -13,7 +13,8 @@ from ray_artifact_sync import ArtifactConflictError
 from release_tests import trials
 from release_tests.checks import check_trial, lines_of, storage_at
 from release_tests.cluster import Cluster, Node, connected, wait_until, why_not
-from release_tests.losses import PATIENCE, Accomplice, Losses, trial_config, tuner
+from release_tests.losses import Losses, trial_config
+from release_tests.runs import PATIENCE, Accomplice, tuner
 
 NAME = "nodes frozen and thawed"
 quick = False

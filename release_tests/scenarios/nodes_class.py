@@ -11,7 +11,8 @@ from typing import Any
 from release_tests import trials
 from release_tests.checks import check_trial, lines_of, storage_at
 from release_tests.cluster import Cluster, connected, why_not
-from release_tests.losses import Accomplice, Losses, trial_config, tuner
+from release_tests.losses import Losses, trial_config
+from release_tests.runs import Accomplice, tuner
 
 NAME = "nodes lost, class trainable"
 quick = True

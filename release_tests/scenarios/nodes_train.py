@@ -13,7 +13,8 @@ import ray.train
 from release_tests import trials
 from release_tests.checks import check_trial, rank_place, storage_at
 from release_tests.cluster import Cluster, connected, why_not
-from release_tests.losses import Accomplice, TrainLosses, trainer, trial_config
+from release_tests.losses import TrainLosses, trial_config
+from release_tests.runs import Accomplice, trainer
 
 NAME = "nodes lost, Ray Train"
 quick = False

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ray import tune
-
-from ray_artifact_sync import ArtifactSyncMixin, configure
+from ray_artifact_sync import ArtifactSyncMixin
 from ray_artifact_sync.stores.posix import PosixStore
+from release_tests import trials
 from release_tests.checks import storage_at
 from release_tests.local_ray import local_ray
+from release_tests.runs import tuner
 from tests.support.sessions import abandon, open_session
 
 NAME = "20 GiB of sparse files"
@@ -73,21 +73,12 @@ def check(directory: Path, n: int) -> int:
     return room
 
 
-class Sparse(ArtifactSyncMixin, tune.Trainable):
-    def setup(self, config: dict[str, Any]) -> None:
-        self.n = 0
-
+class Sparse(ArtifactSyncMixin, trials.Counting):
     def step(self) -> dict[str, Any]:
         self.n += 1
         for number in range(FILES) if self.n == 1 else (0,):
             write(Path(), number, self.n)
         return {"done": self.n == 2}
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        Path(checkpoint_dir, "n").write_text(str(self.n))
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        self.n = int(Path(checkpoint_dir, "n").read_text())
 
 
 def run(workdir: Path, *, quick: bool) -> dict[str, object]:
@@ -98,17 +89,7 @@ def run(workdir: Path, *, quick: bool) -> dict[str, object]:
         return {"skipped": "this file system has no holes"}
     started = time.monotonic()
     with local_ray(), storage_at("local", workdir) as storage:
-        result = tune.Tuner(
-            Sparse,
-            run_config=configure(
-                tune.RunConfig(
-                    name="exp",
-                    checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1),
-                    verbose=0,
-                    **storage.run_options,
-                )
-            ),
-        ).fit()[0]
+        result = tuner(Sparse, storage, {}, frequency=1, max_failures=0).fit()[0]
         assert result.error is None, result.error
         run_seconds = time.monotonic() - started
         trial = Path(result.path)

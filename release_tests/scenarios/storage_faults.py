@@ -7,21 +7,18 @@ it has not.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray import tune
-
-from ray_artifact_sync import ArtifactSyncer, ArtifactSyncMixin, configure
+from ray_artifact_sync import ArtifactSyncMixin
 from release_tests import trials
-from release_tests.checks import Storage, difference, digests, storage_at
+from release_tests.checks import Storage, check_trial, digests, storage_at
 from release_tests.cluster import wait_until
 from release_tests.local_ray import local_ray
-from release_tests.losses import Accomplice
+from release_tests.runs import Accomplice, tuner
 from release_tests.told import listen, told
 from tests.support import independent_reader
 from tests.support.fault_proxy import FaultProxy, Rule
@@ -41,9 +38,9 @@ def small_file(n: int, number: int) -> bytes:
     return f"{number} of step {n}\n".encode()
 
 
-def expected(n: int, config: dict[str, Any]) -> dict[str, str]:
+def expected(n: int, config: dict[str, Any], rank: int = 0) -> dict[str, str]:
     small = {f"small/{number}.txt": small_file(n, number) for number in range(SMALL_FILES)}
-    return {**trials.expected(n, config), **digests(small)}
+    return {**trials.expected(n, config, rank), **digests(small)}
 
 
 class Faulted(ArtifactSyncMixin, trials.WriterBody):
@@ -136,22 +133,8 @@ def suffer(directory: Path, storage: Storage, fault: Fault, *, seed: int) -> str
     shared = directory / "shared"
     shared.mkdir()
     config = {"shared": str(shared), "big": BIG, "steps": STEPS, "pause": fault.pause}
-    tuner = tune.Tuner(
-        Faulted,
-        param_space=config,
-        run_config=configure(
-            tune.RunConfig(
-                name="exp",
-                checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=1),
-                failure_config=tune.FailureConfig(max_failures=fault.failures),
-                verbose=0,
-                **storage.run_options,
-            ),
-            syncer=ArtifactSyncer(),
-            sync_period=0.5,
-            **(fault.sync or {}),
-        ),
-    )
+    sync = {"sync_period": 0.5, **(fault.sync or {})}
+    prepared = tuner(Faulted, storage, config, frequency=1, max_failures=fault.failures, **sync)
 
     def wait_for_step(n: int) -> None:
         wait_until((shared / f"step-{n}").exists, 200, what=f"step {n}")
@@ -159,7 +142,7 @@ def suffer(directory: Path, storage: Storage, fault: Fault, *, seed: int) -> str
     proxy.dice.seed(seed)
     rule = fault.begin(proxy)
     with Accomplice(lambda: fault.act and fault.act(proxy, wait_for_step)):
-        result = tuner.fit()[0]
+        result = prepared.fit()[0]
     proxy.clear()
     assert result.error is None, result.error
     assert result.metrics["n"] == STEPS
@@ -179,16 +162,8 @@ def check(storage: Storage, result: Any, config: dict[str, Any], shared: Path) -
         Registered checkpoints without artifacts; each of them was named in the log.
     """
     place = storage.look(result.path)
-    newest = digests(independent_reader.head_tree(place))
-    want = expected(STEPS, config)
-    assert newest == want, difference(newest, want)
-    for path, digest in want.items():
-        assert hashlib.sha256(place.read(path)).hexdigest() == digest, f"{path} at its own path is not the newest"
     found = independent_reader.snapshots(place)
-    for name, snapshot in found.items():
-        want = expected(int(place.read(f"{name}/n")), config)
-        tree = digests(independent_reader.tree_of(place, snapshot))
-        assert tree == want, f"{name}: {difference(tree, want)}"
+    check_trial(place, config, steps=STEPS, checkpoints=set(found), expected=expected)
     registered = {Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints}
     steps = sorted(int(place.read(f"{name}/n")) for name in registered)  # its own files are there
     assert steps == [*range(1, STEPS + 1)], steps

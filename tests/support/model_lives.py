@@ -47,10 +47,7 @@ def exploit(attempt: Attempt) -> None:
 
 def rewrites(attempt: Attempt) -> None:
     """The file that the driver writes, too: anew for each checkpoint."""
-    attempt.write("flag", b"0")
-    attempt.save(keep=2)
-    attempt.write("flag", b"1")
-    attempt.save(keep=2)
+    _saves_twice(attempt, keep=2)
 
 
 def grows(attempt: Attempt) -> None:
@@ -80,11 +77,11 @@ def _saves_over_it(attempt: Attempt) -> None:
     attempt.save(keep=1)
 
 
-def _saves_twice(attempt: Attempt) -> None:
+def _saves_twice(attempt: Attempt, keep: int = 1) -> None:
     attempt.write("flag", b"%d" % (2 * attempt.number))
-    attempt.save(keep=1)
+    attempt.save(keep=keep)
     attempt.write("flag", b"%d" % (2 * attempt.number + 1))
-    attempt.save(keep=1)
+    attempt.save(keep=keep)
 
 
 def _grows_and_changes_kind(attempt: Attempt) -> None:

@@ -1,13 +1,28 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from ray_artifact_sync import cli
 from tests.support.looking import Ran, Spot
+from tests.support.small_disk import mount, unmount
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "small"
+    try:
+        mount(place, 1)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot mount a tmpfs ({error})")
+    yield place
+    unmount(place)
 
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.s3)])

@@ -213,12 +213,17 @@ def test_a_background_sync_before_the_restore(trial):
     assert read_tree(trial.work) == {"log.txt": b"1 2 3"}
 
 
-def test_an_exploit_survives_a_background_sync_before_the_restore(trial, tmp_path):
+@pytest.fixture
+def donor(tmp_path) -> TrialDir:
+    """Another trial, with one checkpoint."""
+    session = open_session(tmp_path / "donor-work", PosixStore(tmp_path / "donor"), 1, trial="donor")
+    assert save(session, "checkpoint_000007")
+    abandon(session)
+    return TrialDir(PosixStore(tmp_path / "donor"), "donor")
+
+
+def test_an_exploit_survives_a_background_sync_before_the_restore(trial, donor):
     """PBT: the record of the own artifacts is pinned from the start, not only once it is asked for."""
-    donor_session = open_session(tmp_path / "donor-work", PosixStore(tmp_path / "donor"), 1, trial="donor")
-    assert save(donor_session, "checkpoint_000007")
-    abandon(donor_session)
-    donor = TrialDir(PosixStore(tmp_path / "donor"), "donor")
     first = trial.attempt()
     trial.write("log.txt", b"own 1\n")
     first.restore_foreign(donor, "checkpoint_000007", fresh=False)
@@ -234,11 +239,7 @@ def test_an_exploit_survives_a_background_sync_before_the_restore(trial, tmp_pat
     assert read_tree(trial.work) == {"log.txt": b"own 1\n"}
 
 
-def test_a_checkpoint_that_is_taken_over_twice_stands_for_the_second_time(trial, tmp_path):
-    donor_session = open_session(tmp_path / "donor-work", PosixStore(tmp_path / "donor"), 1, trial="donor")
-    assert save(donor_session, "checkpoint_000007")
-    abandon(donor_session)
-    donor = TrialDir(PosixStore(tmp_path / "donor"), "donor")
+def test_a_checkpoint_that_is_taken_over_twice_stands_for_the_second_time(trial, donor):
     first = trial.attempt()
     for content in (b"own 1", b"own 2"):
         trial.write("log.txt", content)
@@ -531,38 +532,25 @@ def test_a_wall_clock_that_jumps(trial, monkeypatch, offset_seconds):
         assert trial.head() == {"a": b"%d" % step}
 
 
-def mount_tmpfs(path: Path, options: str) -> None:
-    path.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=False, capture_output=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr.decode().strip()}")
+def test_a_working_dir_that_cannot_be_written(trial, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(OSError, match="Read-only file system"):
+        trial.attempt(work=small_disk / "work")
+    assert not trial.storage.exists()
 
 
-def test_a_working_dir_that_cannot_be_written(trial, tmp_path):
-    mount_tmpfs(tmp_path / "ro", "size=1m,ro")
-    try:
-        with pytest.raises(OSError, match="Read-only file system"):
-            trial.attempt(work=tmp_path / "ro" / "work")
-        assert not trial.storage.exists()
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path / "ro")], check=True)
-
-
-def test_a_working_dir_that_turns_read_only(trial, tmp_path):
+def test_a_working_dir_that_turns_read_only(trial, small_disk):
     """A disk with errors is remounted read-only: what it holds is saved all the same."""
-    mount_tmpfs(tmp_path / "disk", "size=1m")
-    try:
-        session = trial.attempt(work=tmp_path / "disk" / "work")
-        (tmp_path / "disk" / "work" / "a").write_bytes(b"1")
-        session.sync()
-        (tmp_path / "disk" / "work" / "a").write_bytes(b"2")
-        abandon(session)  # its open lock file would keep the mount busy
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
-        session.sync()
-        assert trial.head() == {"a": b"2"}
-        trial.kill()
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+    work = small_disk / "work"
+    session = trial.attempt(work=work)
+    (work / "a").write_bytes(b"1")
+    session.sync()
+    (work / "a").write_bytes(b"2")
+    abandon(session)  # its open lock file would keep the mount busy
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    session.sync()
+    assert trial.head() == {"a": b"2"}
+    trial.kill()
 
 
 # --- what people see at the paths ----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import threading
 import time
 
@@ -294,22 +293,6 @@ def test_background_syncs_go_on_after_a_hang(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     abandon(session)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], check=False, capture_output=True
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {done.stderr.decode().strip()}")
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", "--lazy", str(mount)], check=True)  # a failed test may have files open
 
 
 def test_storage_that_is_full(small_disk, tmp_path):

@@ -341,20 +341,6 @@ def test_closing_ends_the_wait_for_room(local, remote):
     release.set()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting is not permitted")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(small_disk, local, remote):
     with RemoteUploader(remote, staging_dir=small_disk) as uploader:
         with pytest.raises(StagingError, match="No space left") as caught:

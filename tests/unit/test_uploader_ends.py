@@ -164,20 +164,6 @@ def test_killed_while_it_writes_to_a_directory(tmp_path, large, staging):
 # --- a full disk ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting is not permitted")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_a_full_remote_directory(executor, small_disk, tmp_path):
     remote = small_disk / "remote"

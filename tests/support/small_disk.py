@@ -13,7 +13,9 @@ FILLER = "filler"
 
 def mount(directory: Path, mib: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(directory)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(directory)], check=True, capture_output=True
+    )
 
 
 def unmount(directory: Path) -> None:
