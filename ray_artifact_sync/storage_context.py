@@ -22,7 +22,6 @@ from ray_artifact_sync.errors import ArtifactConflictError, ArtifactSyncError, C
 from ray_artifact_sync.metrics import SyncMetrics
 from ray_artifact_sync.session import TrialArtifacts
 from ray_artifact_sync.stores import ArtifactStore, open_store
-from ray_artifact_sync.stores.clients import ClientLimits
 from ray_artifact_sync.syncer import ArtifactSyncer
 from ray_artifact_sync.transfer import TransferEngine, call_with_retries
 from ray_artifact_sync.trial_dir import TrialDir
@@ -183,8 +182,7 @@ class ArtifactStorageContext(StorageContext):  # type: ignore[misc]  # Ray has n
 
     def trial_store(self) -> ArtifactStore:
         """The trial dir as a store."""
-        limits = ClientLimits.within(self.sync_config.sync_timeout)
-        return open_store(self.storage_filesystem, self.trial_fs_path, limits=limits)
+        return open_store(self.storage_filesystem, self.trial_fs_path)
 
     def locate_checkpoint(self, checkpoint: Any) -> tuple[TrialDir | None, str]:
         """Whose checkpoint it is.

@@ -19,8 +19,6 @@ from obstore import store as obstore_store
 
 from ray_artifact_sync.stores.credentials import AssumedRole, CredentialSource, S3fsSession, has_botocore
 
-SHORTEST_REQUEST_TIMEOUT = 2.0
-
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
@@ -39,18 +37,6 @@ class ClientLimits:
     request_timeout: float = 60.0
     retries: int = 3
     retry_timeout: float = 15.0
-
-    @classmethod
-    def within(cls, sync_timeout: float | None) -> ClientLimits:
-        """Limits for syncs that must end in so many seconds.
-
-        A request that hangs keeps its path until it ends: it must not keep it for many syncs.
-        """
-        default = cls()
-        if sync_timeout is None:
-            return default
-        request_timeout = min(default.request_timeout, max(SHORTEST_REQUEST_TIMEOUT, sync_timeout))
-        return cls(request_timeout=request_timeout, retry_timeout=min(default.retry_timeout, request_timeout))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from ray_artifact_sync.errors import (
     SyncTimeoutError,
 )
 from ray_artifact_sync.stores import open_store
-from ray_artifact_sync.stores.clients import ClientLimits
 from ray_artifact_sync.stores.posix import PosixStore
 from tests.support import independent_reader
 from tests.support.s3_servers import BUCKET, filesystem_at
@@ -177,26 +176,6 @@ def test_a_commit_whose_answer_was_lost(proxy, session, work, place):
     proxy.clear()
     session.sync()
     assert independent_reader.head_tree(place) == {"a": b"old"}
-
-
-@pytest.mark.s3
-def test_a_hang_that_nobody_ends_keeps_its_path_no_longer_than_a_sync_may_take(proxy, tmp_path):
-    path = f"{BUCKET}/hangs/{tmp_path.name}"
-    store = open_store(filesystem_at(proxy.endpoint), path, limits=ClientLimits.within(2.0))
-    session = open_session(tmp_path / "work", store, 1, sync_timeout=2.0, retries=0)
-    session.sync()
-    write(session.working_dir, "a", b"hangs")
-    rule = proxy.hang("put_object", "/a", times=1)  # for ever
-    with pytest.raises(ArtifactSyncError):
-        session.sync()
-    ends = time.monotonic() + 30
-    while session.trial.head() is None or "a" not in session.trial.head().manifest.entries:
-        assert time.monotonic() < ends, "the path is not free"
-        with contextlib.suppress(ArtifactSyncError):
-            session.sync()
-    rule.release()
-    assert store.read("a") == b"hangs"
-    abandon(session)
 
 
 @pytest.mark.s3
