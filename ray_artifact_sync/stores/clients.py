@@ -28,7 +28,9 @@ class ClientLimits:
 
     Attributes:
         connect_timeout: Seconds until a connection stands.
-        request_timeout: Seconds of one request, its body included.
+        request_timeout: Seconds of one request, its body included. Its path is kept from others as long, whatever
+            `sync_timeout` is: a request that was given up may still arrive, and without conditional writes it would
+            land on what was sent after it.
         retries: Further tries of one request.
         retry_timeout: Seconds after which no further try starts.
     """
