@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from pyarrow import fs as pafs
 
 from tests.support.azure_server import CONTAINER
@@ -39,12 +38,6 @@ class Place:
                 with self.filesystem.open_input_stream(info.path) as stream:
                     local.write_bytes(stream.read())
         return target
-
-
-S3_IS_EXHAUSTIVE = pytest.mark.parametrize(
-    "place", ["local", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.exhaustive])], indirect=True
-)
-"""For tests that take long and of which the storage is not the point."""
 
 
 def local_place(tmp_path: Path) -> Place:

@@ -18,7 +18,7 @@ from ray_artifact_sync import (
     with_artifacts,
 )
 from ray_artifact_sync.storage_context import ArtifactStorageContext
-from tests.integration.places import S3_IS_EXHAUSTIVE, Place, local_place
+from tests.integration.places import Place, local_place
 from tests.integration.runs import LINES, check_exact, content, trial_dir
 from tests.integration.trainables import LoggingBody, function
 
@@ -96,7 +96,6 @@ def test_adopting_an_experiment(ray_cluster, place, tmp_path):
         assert len(grid.get_dataframe()) == 1
 
 
-@S3_IS_EXHAUSTIVE
 def test_what_was_synced_after_the_checkpoint_comes_back_too(ray_cluster, place, tmp_path):
     """Without manifests nobody can tell: what storage holds is restored, though it is newer than the checkpoint."""
     run_on_ray_alone(Before, place, tmp_path, {"crash_at": 6, "crash": "raise", "sync_first": True})

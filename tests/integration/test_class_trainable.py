@@ -15,8 +15,15 @@ from tests.integration.trainables import Logging, Plain, Reusable
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("open_in_setup", [False, True], ids=["opened-each-time", "opened-in-setup"])
-@pytest.mark.parametrize("wipe", [False, True], ids=["same-node", "other-node"])
+@pytest.mark.parametrize(
+    ("wipe", "open_in_setup"),
+    [
+        pytest.param(False, False, id="same-node-opened-each-time"),
+        pytest.param(False, True, id="same-node-opened-in-setup", marks=pytest.mark.exhaustive),
+        pytest.param(True, False, id="other-node-opened-each-time"),
+        pytest.param(True, True, id="other-node-opened-in-setup"),
+    ],
+)
 def test_killed_after_a_checkpoint(ray_cluster, place, tmp_path, wipe, open_in_setup):
     config = {"crash_at": 6, "wipe": wipe, "sync_first": True, "open_in_setup": open_in_setup}
     results = tuner(Logging, place, tmp_path, config, log_to_file=True).fit()

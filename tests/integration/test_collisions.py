@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.places import S3_IS_EXHAUSTIVE
 from tests.integration.runs import check_exact, trial_dir, tuner
 from tests.integration.trainables import Summaries, Summarizing
 
 pytestmark = pytest.mark.ray
 
 
-@S3_IS_EXHAUSTIVE
 @pytest.mark.parametrize("begin", [1, 3], ids=["driver-first", "worker-first"])
 def test_the_drivers_stays_and_the_workers_is_refused(ray_cluster, place, tmp_path, monkeypatch, caplog, begin):
     monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")

@@ -41,6 +41,7 @@ def test_quickstart_on_a_local_directory(tmp_path):
     check(run_quickstart(str(tmp_path / "runs")))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.s3
 def test_quickstart_on_s3(s3_uri):
     check(run_quickstart(s3_uri("quickstart/runs")))

@@ -8,7 +8,7 @@ import pytest
 from ray import tune
 
 from ray_artifact_sync import ArtifactSyncMixin, ConfigurationError, with_artifacts
-from tests.integration.places import S3_IS_EXHAUSTIVE, local_place
+from tests.integration.places import local_place
 from tests.integration.runs import LINES, check_exact, trial_dir, tuner
 from tests.integration.trainables import function
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.ray
 run = functools.partial(tuner, checkpoint={})
 
 
-@S3_IS_EXHAUSTIVE
 @pytest.mark.parametrize("wipe", [False, True], ids=["same-node", "other-node"])
 def test_killed_after_a_checkpoint(ray_cluster, place, tmp_path, wipe):
     results = run(with_artifacts(function), place, tmp_path, {"crash_at": 6, "wipe": wipe}).fit()

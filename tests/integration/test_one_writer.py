@@ -19,9 +19,9 @@ pytestmark = pytest.mark.ray
 DRIVERS = ("progress.csv", "result.json", "params.", "error.", "events.out.tfevents.")
 
 
-LOCAL = "local"
+LOCAL = pytest.param("local", marks=pytest.mark.exhaustive)
 MOTO = pytest.param("moto", marks=pytest.mark.s3)
-RCLONE = pytest.param("rclone", marks=pytest.mark.s3)
+RCLONE = pytest.param("rclone", marks=[pytest.mark.s3, pytest.mark.exhaustive])
 
 
 @pytest.fixture(params=[LOCAL, MOTO, RCLONE])

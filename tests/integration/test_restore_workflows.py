@@ -40,6 +40,7 @@ def test_tuner_restore_after_the_driver_was_killed(killed, place, tmp_path):
     assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("place", ["local"], indirect=True)
 def test_unfinished_trials_that_are_not_resumed(killed, place, tmp_path):
     """`resume_unfinished=False`: the trial counts as ended; its results, and what it had stored, stay readable."""
@@ -70,6 +71,7 @@ def test_moved_experiment(killed, place, tmp_path):
     assert (tmp_path / "markers/log_at_restore").read_text().split() == LINES[:4]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.s3
 def test_experiment_copied_to_another_store(tmp_path, proxy, rclone):
     place = local_place(tmp_path)
@@ -167,7 +169,9 @@ def own_lines(place: Place, result) -> list[list[str]]:
     return [line.split() for line in (trial_dir(place, result) / "own.txt").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["new-actor", "reused-actor"])
+@pytest.mark.parametrize(
+    "reuse", [pytest.param(False, id="new-actor", marks=pytest.mark.exhaustive), pytest.param(True, id="reused-actor")]
+)
 def test_pbt_keeps_each_trials_own_artifacts(ray_cluster, place, tmp_path, reuse):
     results = pbt(place, tmp_path, {}, reuse_actors=reuse)
     exploited = 0
@@ -179,6 +183,7 @@ def test_pbt_keeps_each_trials_own_artifacts(ray_cluster, place, tmp_path, reuse
     assert exploited, "no trial was exploited; the test shows nothing"
 
 
+@pytest.mark.exhaustive
 def test_crash_right_after_an_exploit_returns_to_that_moment(ray_cluster, place, tmp_path):
     results = pbt(place, tmp_path, {"crash_after_exploit": True})
     assert (tmp_path / "markers/crash").exists(), "no trial was exploited; the test shows nothing"
@@ -188,6 +193,7 @@ def test_crash_right_after_an_exploit_returns_to_that_moment(ray_cluster, place,
         assert len(lines) == len({tuple(line) for line in lines}), "a step twice"
 
 
+@pytest.mark.exhaustive
 def test_adopting_the_donors_artifacts(ray_cluster, place, tmp_path):
     """With `adopt_foreign_artifacts=True` the exploited trial goes on with the donor's log."""
     results = pbt(place, tmp_path, {}, syncer=ArtifactSyncer(adopt_foreign_artifacts=True))

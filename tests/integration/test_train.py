@@ -108,6 +108,7 @@ def test_merged(place, tmp_path):
         assert text(tree, f"rewritten_{rank}.txt") == "version 6"
 
 
+@pytest.mark.exhaustive
 def test_merged_conflict_is_told_by_every_rank(place, tmp_path):
     config = {"conflict": 2, "steps": 2, "artifacts": {"merged": True, "syncer": ArtifactSyncer(on_error="raise")}}
     told = failure_of(trainer(place, tmp_path, config, failures=0))
@@ -127,6 +128,7 @@ def failure_of(trainer) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.exhaustive
 @needs_v2
 def test_world_size_changes_between_runs(place, tmp_path):
     """A run of the same name continues: 2 workers, then 1, then 3."""
@@ -141,6 +143,7 @@ def test_world_size_changes_between_runs(place, tmp_path):
     assert text(tree, "log.txt").split() == [*LINES, "end"]
 
 
+@pytest.mark.exhaustive
 @needs_v2
 @pytest.mark.parametrize("option", ["upload_fn", "named"])
 def test_options_of_report(option, tmp_path):

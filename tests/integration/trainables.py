@@ -86,12 +86,17 @@ class LoggingBody(tune.Trainable):
 
         if self.cfg.get("sync_first"):
             self.sync_now()
-        while self.cfg.get("await_period") and self.artifacts.store.stat(f"plots/{self.n}.bin") is None:
+        while self.cfg.get("await_period") and not self.synced(f"plots/{self.n}.bin"):
             time.sleep(0.02)
         if self.cfg.get("crash") == "raise":
             Path("raised.txt").write_text(f"written in the step that raised: {self.n}\n")
             raise RuntimeError("crash on command")
         self.die()
+
+    def synced(self, path: str) -> bool:
+        """Whether a sync that brought this file has ended, and with it all files that it brought."""
+        head = self.artifacts.trial.head()
+        return head is not None and path in head.manifest.entries
 
     def die(self) -> None:
         if self.cfg.get("wipe"):

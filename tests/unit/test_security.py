@@ -237,7 +237,7 @@ OURS = {"sub/../up"}  # in the way of the artifact `sub`: set aside where the cl
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("client", ["obstore", "pyarrow"])
+@pytest.mark.parametrize("client", ["obstore", pytest.param("pyarrow", marks=pytest.mark.exhaustive)])
 def test_a_listing_with_hostile_keys(client, moto, fenced):
     """Whoever may write to a bucket may give objects any key. The rest works, or says which key is in its way."""
     _, work, _ = fenced
@@ -303,7 +303,12 @@ BOMBS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "size"), [("manifest", 100_000_000), ("manifest", 60_000_000), ("layer", 100_000_000)]
+    ("kind", "size"),
+    [
+        ("manifest", 100_000_000),
+        pytest.param("manifest", 60_000_000, marks=pytest.mark.exhaustive),
+        pytest.param("layer", 100_000_000, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_bombs_do_not_exhaust_memory(kind, size, tmp_path):
     """100 MB of each kind in the place of a document, and just below what is read: refused.
