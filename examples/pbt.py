@@ -26,7 +26,7 @@ class Training(ArtifactSyncMixin, tune.Trainable):
         self.steps_done += 1
         with open("log.txt", "a") as log:
             log.write(f"{self.trial_id} {self.steps_done} {self.model}\n")
-        return {"score": self.model + self.steps_done, "done": self.steps_done >= 12}
+        return {"score": self.model + self.steps_done, "done": self.steps_done >= 8}
 
     def save_checkpoint(self, checkpoint_dir):
         Path(checkpoint_dir, "model").write_text(f"{self.steps_done} {self.model}")

@@ -21,7 +21,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG_FILES = ("test_examples.py", "test_restore_workflows.py", "test_endings.py", "test_train.py")
+LONG_FILES = (
+    *("test_class_trainable.py", "test_examples.py", "test_restore_workflows.py", "test_endings.py"),
+    "test_train.py",
+)
 """They take about as long as all others that need Ray."""
 
 

@@ -11,9 +11,7 @@ from tests.support.s3_servers import filesystem_at
 
 ON_S3_TOO = (
     "test_killed_after_a_checkpoint[s3-other-node-opened-each-time]",
-    "test_killed_between_upload_and_registration[s3]",
     "test_drivers_files_stay_the_drivers[s3]",
-    "test_adopting_an_experiment[s3]",
     "test_results_can_be_looked_at[s3]",
     "test_results_can_be_read[s3]",
     "test_function_that_raises[s3]",

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ray
 @pytest.mark.parametrize(
     ("wipe", "open_in_setup"),
     [
-        pytest.param(False, False, id="same-node-opened-each-time"),
+        pytest.param(False, False, id="same-node-opened-each-time", marks=pytest.mark.exhaustive),
         pytest.param(False, True, id="same-node-opened-in-setup", marks=pytest.mark.exhaustive),
         pytest.param(True, False, id="other-node-opened-each-time"),
         pytest.param(True, True, id="other-node-opened-in-setup"),

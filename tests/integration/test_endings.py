@@ -23,6 +23,7 @@ BUDGET = 20.0
 """Seconds: a busy machine takes some to start the trial."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.s3
 @pytest.mark.slow
 def test_a_slow_last_flush_is_waited_for(ray_cluster, tmp_path, proxy):
@@ -62,6 +63,7 @@ def test_asha_stops_trials_early(ray_cluster, place, tmp_path):
         assert (directory / "cleanup.txt").exists()
 
 
+@pytest.mark.exhaustive
 def test_hyperband_pauses_and_resumes(ray_cluster, place, tmp_path):
     results = tuner(
         Logging,

@@ -58,6 +58,7 @@ def test_unfinished_trials_that_are_not_resumed(killed, place, tmp_path):
     assert len(before) == 6
 
 
+@pytest.mark.exhaustive
 def test_moved_experiment(killed, place, tmp_path):
     if place.filesystem is not None:
         pytest.skip("moving is a local matter; the next test copies to S3")

@@ -23,8 +23,9 @@ from blake3 import blake3
 from tests.support import independent_reader
 from tests.support.s3_servers import BUCKET
 
-LOCAL_KILLS = int(os.environ.get("LOCAL_KILLS", "35"))
-S3_KILLS = int(os.environ.get("S3_KILLS", "20"))
+FEW = 15
+MANY = int(os.environ.get("KILLS", "60"))
+few_or_many = pytest.mark.parametrize("kills", [FEW, pytest.param(MANY, id="many", marks=pytest.mark.exhaustive)])
 
 
 class Trial:
@@ -125,15 +126,17 @@ def live_through(trial: Trial, kills: int, longest: float, is_quiet=lambda: True
     print(f"{kills} kills ({before} before the restore was over), checkpoint {trial.newest}, {looked} files read")
 
 
-def test_local_storage_survives_kill_9(tmp_path):
+@few_or_many
+def test_local_storage_survives_kill_9(tmp_path, kills):
     storage = tmp_path / "storage"
     storage.mkdir()
     trial = Trial(tmp_path, str(storage), independent_reader.posix_place(storage), seed=1)
-    live_through(trial, LOCAL_KILLS, longest=0.5)
+    live_through(trial, kills, longest=0.5)
 
 
 @pytest.mark.s3
-def test_s3_survives_kill_9(tmp_path, rclone, proxy):
+@few_or_many
+def test_s3_survives_kill_9(tmp_path, rclone, proxy, kills):
     """`rclone` keeps objects as files, so that the reader needs no client. 5 ms a request widen the windows."""
     proxy.latency = 0.005
     prefix = f"kills/{tmp_path.name}"
@@ -142,5 +145,5 @@ def test_s3_survives_kill_9(tmp_path, rclone, proxy):
     trial = Trial(
         tmp_path, {"endpoint": proxy.endpoint, "prefix": prefix}, independent_reader.posix_place(storage), seed=2
     )
-    live_through(trial, S3_KILLS, longest=1.5, is_quiet=lambda: proxy.in_flight == 0)
+    live_through(trial, kills, longest=1.5, is_quiet=lambda: proxy.in_flight == 0)
     shutil.rmtree(storage, ignore_errors=True)

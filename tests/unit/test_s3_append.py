@@ -54,7 +54,7 @@ def proven(store):
 
 
 @s3
-@pytest.mark.parametrize("size", [24 * MIB, pytest.param(200 * MIB, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [24 * MIB, pytest.param(200 * MIB, marks=pytest.mark.exhaustive)])
 def test_an_appended_file_costs_what_was_appended(juicefs_proxy, tmp_path, size):
     # Not the short timeouts: the server takes its time to copy 200 MiB.
     store = open_store(filesystem_at(juicefs_proxy.endpoint), f"{BUCKET}/costs/{tmp_path.name}")

@@ -72,7 +72,7 @@ KINDS = [
     "arrow_plain",
     pytest.param("arrow_s3", marks=s3),
     pytest.param("obstore_azurite", marks=azure),
-    pytest.param("arrow_azurite", marks=azure),
+    pytest.param("arrow_azurite", marks=[azure, pytest.mark.exhaustive]),  # obstore is what Azure gets
     pytest.param("arrow_adlfs", marks=azure),
 ]
 
