@@ -5,7 +5,8 @@
     python release_tests/run.py NAME ...   the files with these names
 
 Each file in `scenarios/` is one scenario (see there), run in a process of its own; those that say `beside = True` run
-beside the others, which come one after the other. Exit code: 0 if all passed, else 1.
+beside the others, which come one after the other; those that say `by_name = True` run only if they are named. Exit
+code: 0 if all passed, else 1.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ def main() -> int:
     known = sorted(path.stem for path in SCENARIOS.glob("*.py") if not path.stem.startswith("_"))
     if unknown := set(options.names) - set(known):
         parser.error(f"there is no scenario {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
-    wanted = [stem for stem in options.names or known if not options.quick or load(stem).quick]
+    wanted = options.names or [stem for stem in known if not getattr(load(stem), "by_name", False)]
+    wanted = [stem for stem in wanted if not options.quick or load(stem).quick]
     started = time.monotonic()
     outcomes = run_all(wanted, quick=options.quick)
     failed = sum(bool(outcome.error) for outcome in outcomes)

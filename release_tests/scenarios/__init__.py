@@ -2,5 +2,6 @@
 
 With `quick`, `run` does the short form. What cannot be run here gives `{"skipped": reason}`.
 
-Optional: `TIMEOUT`, seconds; `beside`, whether it runs beside the others.
+Optional: `TIMEOUT`, seconds; `beside`, whether it runs beside the others; `by_name`, whether it runs only
+if it is named.
 """
