@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ray_artifact_sync._version import __version__
 
 if TYPE_CHECKING:
+    from ray_artifact_sync import train as train
     from ray_artifact_sync.callback import ArtifactSyncCallback as ArtifactSyncCallback
     from ray_artifact_sync.config import SyncConfig as SyncConfig
     from ray_artifact_sync.config import configure as configure
@@ -99,6 +100,8 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "train":  # as one would expect of `ray_artifact_sync.train.artifacts()` after `import ray_artifact_sync`
+        return importlib.import_module(f"{__name__}.train")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -192,6 +192,7 @@ class SyncingAttempt(Attempt):
         journal = self._stale_journal()
         garbage = [*known.garbage(self.token, self._writer.layers), *journal]
         if garbage:
+            known.distrust(garbage)  # the deletion may land, and fail all the same
             self._writer.delete(garbage)
             known.forget(garbage)
             if self._journal is not None:

@@ -26,7 +26,7 @@ app = typer.Typer(
     s3://bucket/path?endpoint_override=host:port&scheme=http, gs://bucket/path, abfs://..., or whatever else pyarrow or
     fsspec know. Credentials come from the environment. URI@checkpoint_000003 means the artifacts as of that checkpoint.
 
-    Looking (ls, pull, diff, history, verify) needs read access only, and no Ray.
+    Looking (ls, pull, diff, history, verify, report) needs read access only, and no Ray.
 
     Exit codes: 0 all is right, 1 something that was found is not right, 2 the command could not do its work.""",
     no_args_is_help=True,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ray_artifact_sync.errors import SyncTimeoutError
+from ray_artifact_sync.errors import ArtifactSyncError, SyncTimeoutError
 
 Item = TypeVar("Item")
 
@@ -154,9 +154,18 @@ class _Crew:
         self._error: BaseException | None = None
 
     def run(self, workers: int) -> None:
-        self._active = workers
         for number in range(workers):
-            threading.Thread(target=self._loop, name=f"artifact-sync-{number}", daemon=True).start()
+            with self._lock:
+                self._active += 1
+            try:
+                threading.Thread(target=self._loop, name=f"artifact-sync-{number}", daemon=True).start()
+            except RuntimeError:  # no more threads for this process: with those that there are, or else with this one
+                if number == 0:
+                    self._loop()
+                else:
+                    with self._lock:
+                        self._active -= 1
+                break
         with self._lock:
             while self._active:
                 self._lock.wait(self._deadline.remaining())
@@ -171,11 +180,12 @@ class _Crew:
         try:
             while True:
                 with self._lock:
-                    if self._error is not None or self._deadline.remaining() == 0.0:
+                    if self._error is not None:
                         break
                     pending = list(itertools.islice(self._items, 1))
                 if not pending:
                     break
+                self._deadline.check()  # an item that is not begun must not look like one that is done
                 self._work(pending[0])
         except BaseException as error:
             with self._lock:
@@ -224,7 +234,8 @@ class Operation:
                 nothing after that.
         """
         grace = 1.0  # the call itself notices the deadline first and says more about it
-        if not self._done.wait(None if self._seconds is None else self._seconds + grace):
+        left = self.deadline.remaining()
+        if not self._done.wait(None if left is None else left + grace):
             self.deadline.cancel()
             raise SyncTimeoutError(
                 f"{self._what} did not end within {self._seconds:g} s (`sync_timeout`): a storage call hangs. It is "
@@ -247,14 +258,22 @@ class OperationThread:
         self._closed = False
 
     def submit(self, call: Callable[[Deadline], object], *, seconds: float | None, what: str) -> Operation:
-        """Queues a call. `seconds` count from now, also while it waits for its turn."""
+        """Queues a call. `seconds` count from now, also while it waits for its turn.
+
+        Raises:
+            ArtifactSyncError: No thread could be started.
+        """
         operation = Operation(call, seconds, what)
         with self._changed:
-            self._queue.append(operation)
             if self._thread is None or not self._thread.is_alive():
                 self._closed = False
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    self._thread = None
+                    raise ArtifactSyncError(f"{what} cannot begin: {error} (too many threads?).") from error
+            self._queue.append(operation)
             self._changed.notify_all()
         return operation
 

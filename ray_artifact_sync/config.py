@@ -29,8 +29,8 @@ class SyncConfig(_RaySyncConfig):  # type: ignore[misc]  # Ray has no type infor
     Attributes:
         syncer: How to sync; None behaves exactly like Ray's own `SyncConfig`.
         registry: Which files belong to the driver's components.
-        sync_period: Seconds between background syncs of a trial's artifacts.
-        sync_timeout: Seconds that one sync may take.
+        sync_period: Seconds between background syncs of a trial's artifacts; 0 for none. The syncer's if None.
+        sync_timeout: Seconds that one sync of artifacts may take. The syncer's if None.
         sync_artifacts: Sync artifacts at all. True where there is a syncer. False: not one artifact byte is written.
         sync_artifacts_on_checkpoint: Commit the artifacts with each checkpoint. Without it, a restore brings back the
             newest artifacts instead of those of the checkpoint.
@@ -53,8 +53,8 @@ class SyncConfig(_RaySyncConfig):  # type: ignore[misc]  # Ray has no type infor
         ```
     """
 
-    sync_period: float = DEFAULT_SYNC_PERIOD
-    sync_timeout: float = DEFAULT_SYNC_TIMEOUT
+    sync_period: float | None = None
+    sync_timeout: float | None = None
     sync_artifacts: bool | None = None
     sync_artifacts_on_checkpoint: bool = True
     syncer: ArtifactSyncer | None = None
@@ -70,6 +70,10 @@ class SyncConfig(_RaySyncConfig):  # type: ignore[misc]  # Ray has no type infor
             )
         if self.registry is None:
             self.registry = ArtifactRegistry.default()
+        if self.sync_period is None:
+            self.sync_period = DEFAULT_SYNC_PERIOD if self.syncer is None else self.syncer.sync_period
+        if self.sync_timeout is None:
+            self.sync_timeout = DEFAULT_SYNC_TIMEOUT if self.syncer is None else self.syncer.sync_timeout
         if self.syncer is not None:
             self.syncer.options(registry=self.registry, sync_period=self.sync_period, sync_timeout=self.sync_timeout)
 

@@ -31,8 +31,8 @@ from blake3 import blake3
 from ray_artifact_sync import layout
 from ray_artifact_sync.concurrency import Deadline, run_all
 from ray_artifact_sync.driver_note import read_note, write_note
-from ray_artifact_sync.entries import FileEntry, Skip
-from ray_artifact_sync.errors import ArtifactNotFoundError, ArtifactSyncError, ManifestError
+from ray_artifact_sync.entries import FileEntry, Skip, validate_path
+from ray_artifact_sync.errors import ArtifactNotFoundError, ArtifactSyncError, InvalidPathError, ManifestError
 from ray_artifact_sync.local_files import hash_file
 from ray_artifact_sync.plan import PathState
 from ray_artifact_sync.registry import ArtifactRegistry
@@ -155,6 +155,10 @@ class DriverFiles:
             if self._registry.owner_of(name) is not None:
                 self._with_declared.add(trial)
                 continue
+            try:
+                validate_path(path)
+            except InvalidPathError:
+                continue  # no store takes it, nor may a worker's artifact have the name; the sync itself says so
             self._say_undeclared(trial, name)
             known = self._trials.setdefault(trial, _Trial())
             known.names.add(name)
@@ -300,7 +304,7 @@ def _take(store: ArtifactStore, name: str) -> str:
     copy = f"{layout.TAKING}/{blake3(name.encode()).hexdigest()}"
     try:
         store.copy(name, copy)
-    except ArtifactNotFoundError:
+    except (ArtifactNotFoundError, InvalidPathError):  # or it is a path that this store cannot hold
         return ""
     return copy
 

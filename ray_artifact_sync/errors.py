@@ -68,7 +68,7 @@ class InvalidPathError(ArtifactSyncError, ValueError):
 
 
 class ConfigurationError(ArtifactSyncError, ValueError):
-    """Options or their combination cannot work; raised when a run is set up, not in a worker.
+    """Options or their combination cannot work; raised as early as that can be known, most often before a run.
 
     Example:
         ```python

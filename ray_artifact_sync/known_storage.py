@@ -136,13 +136,17 @@ class KnownStorage:
         paths.extend(path for name in self.unregistered - self.retained.keys() for path in self.snapshots.get(name, ()))
         return paths
 
+    def distrust(self, paths: Iterable[str]) -> None:
+        """Takes paths that are about to be deleted for gone, whatever becomes of that: none is a copy to rely on."""
+        digests = {path.rsplit("/", 1)[-1] for path in paths if path.startswith(f"{layout.OBJECTS}/")}
+        self.mirror.preserved -= digests
+        self.trusted -= digests
+
     def forget(self, paths: list[str]) -> None:
         """Takes deleted paths out of what is known."""
         gone = set(paths)
         self.inventory = self.inventory.without(gone)
-        digests = {path.rsplit("/", 1)[-1] for path in gone if path.startswith(f"{layout.OBJECTS}/")}
-        self.mirror.preserved -= digests
-        self.trusted -= digests
+        self.distrust(gone)
         self.snapshots = {name: paths for name, paths in self.snapshots.items() if gone.isdisjoint(paths)}
 
 

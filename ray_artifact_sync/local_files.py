@@ -9,6 +9,7 @@ import os
 import stat
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +48,21 @@ class FileStat(NamedTuple):
     def settled_before(self, moment_ns: int) -> bool:
         """Whether a write after `moment_ns` (wall clock) would have shown in the times."""
         return max(self.mtime_ns, self.ctime_ns) < moment_ns - _CLOCK_TICK_NS
+
+
+def mapped_inodes() -> frozenset[int]:
+    """Inodes of the files that this process has mapped for writing (`mmap`, `numpy.memmap`); none without /proc.
+
+    The first write to a page of a mapping shows in the file's times; later ones, until the kernel has written the page
+    back, do not (on tmpfs: never).
+    """
+    found = set()
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:  # address, permissions, offset, device, inode, path: see proc_pid_maps(5)
+            fields = line.split(maxsplit=5)
+            if fields[1][1] == "w" and fields[1][3] == "s":
+                found.add(int(fields[4]))
+    return frozenset(found)
 
 
 def open_regular(path: str) -> int:

@@ -4,7 +4,7 @@ A document (head or snapshot) is self-contained while it has few entries. Beyond
 into an immutable *layer* file that later documents refer to by name and digest, newest last; layers are merged so that
 their sizes fall geometrically (the idea of the log-structured merge tree, O'Neil et al. 1996), which makes the cost of
 a commit O(changes * log(entries)) amortised. To read one without this library: start with nothing; for each layer in
-order, then for the document itself, put `entries` on top and take `removed` away.
+order, then for the document itself, take `removed` away and put `entries` on top.
 
     {"format": 1, "kind": "snapshot", "token": "...", "trial": "...", "checkpoint": "checkpoint_000003",
      "layers": [{"name": "<token>-000001.json", "digest": "<blake3>", "count": 3000}],

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ray_artifact_sync import layout
@@ -92,9 +93,14 @@ class RunPartStore(ArtifactStore):
         self.min_append_size = artifacts.min_append_size
         self._checkpoint = ""
 
-    def open_checkpoint(self, name: str) -> None:
-        """From now on, `<name>/...` means the files of this checkpoint."""
+    @contextmanager
+    def open_checkpoint(self, name: str) -> Iterator[None]:
+        """Inside, `<name>/...` means the files of this checkpoint; before and after, artifacts of that name."""
         self._checkpoint = name
+        try:
+            yield
+        finally:
+            self._checkpoint = ""
 
     @property
     def can_precondition(self) -> bool | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ray_artifact_sync import layout
 from ray_artifact_sync.entries import MAX_PATH_BYTES, LocalFile, Skip, is_plain, validate_path
 from ray_artifact_sync.errors import FileChangedError, InvalidPathError
-from ray_artifact_sync.local_files import FileStat, HashedFile, hash_file
+from ray_artifact_sync.local_files import FileStat, HashedFile, hash_file, mapped_inodes
 
 SkipRule = Callable[[str, bool], Skip | None]
 """Decides about an artifact path (and whether it is a directory, to prune whole trees): a Skip, or None to take it."""
@@ -161,6 +161,7 @@ class HashCache:
     def __init__(self) -> None:
         self._known: dict[str, HashedFile] = {}
         self._files: dict[str, LocalFile] = {}
+        self._fresh: list[str] = []
 
     def local_file(self, path: str, seen: FileStat) -> LocalFile:
         """The file in the planner's terms; the same object as long as it stays the same file."""
@@ -188,7 +189,18 @@ class HashCache:
     def remember(self, path: str, hashed: HashedFile) -> None:
         """Records what was learned while the file was read."""
         self._known[path] = hashed
+        self._fresh.append(path)
         self._files.pop(path, None)
+
+    def distrust_mapped(self) -> None:
+        """To be called after a pass: no stat result vouches for a file that this process writes through a mapping."""
+        fresh, self._fresh = self._fresh, []
+        mapped = mapped_inodes() if fresh else frozenset()
+        for path in fresh if mapped else ():
+            known = self._known.get(path)
+            if known is not None and known.stat.inode in mapped:
+                self.remember(path, replace(known, settled=False))
+        self._fresh.clear()
 
     def forget_except(self, paths: Collection[str]) -> None:
         """Drops what is known of files that are gone."""

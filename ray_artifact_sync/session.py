@@ -172,10 +172,19 @@ class TrialArtifacts(RestoringAttempt):
             raise
         except ArtifactSyncError as error:
             failure = error
-        self._run(
-            lambda deadline: self._remove_stale_snapshots(name, deadline), "Removing a stale snapshot", journal=False
-        )
-        upload(self._engine)
+        try:
+            self._run(
+                lambda deadline: self._remove_stale_snapshots(name, deadline),
+                "Removing a stale snapshot",
+                journal=False,
+            )
+        except ArtifactConflictError:
+            raise
+        except SyncTimeoutError as error:  # a request of the sync still hangs: no reason to lose the checkpoint, too
+            if not self._opened or name in self._known.snapshots:
+                raise
+            failure, stack = failure or error, None
+        upload(self._engine)  # its requests look at the claim, too
         if stack is not None:
             try:
                 self._run(
@@ -330,7 +339,11 @@ class TrialArtifacts(RestoringAttempt):
         while not self._stop_ticking.wait(self.options.sync_period or None):
             if not self._thread.idle():
                 continue
-            operation = self._submit(self._background_sync, "A background sync")
+            try:
+                operation = self._submit(self._background_sync, "A background sync")
+            except ArtifactSyncError as error:
+                self._note_failure(error)
+                continue
             while not operation.done() and not self._stop_ticking.wait(0.05):
                 pass
 

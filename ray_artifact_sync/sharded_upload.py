@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -258,10 +258,12 @@ class ShardedUpload:
         if download not in ("per_node", "per_rank"):
             raise ConfigurationError(f'download must be "per_node" or "per_rank", not {download!r}.')
         manifest = self._together.on_first("manifest", self.manifest)
-        wanted = frozenset(path for path in manifest.entries if selector is None or selector(path))
+        selections = self._together.all(
+            "selections", lambda: frozenset(path for path in manifest.entries if selector is None or selector(path))
+        )
         path, downloaded_by = self._shared_dir(scratch_dir, per_node=download == "per_node")
-        said = self._together.all("selections", lambda: (downloaded_by, wanted))
         try:
+            said = zip(self._together.all("directories", lambda: downloaded_by), selections, strict=True)
             if downloaded_by == self.rank:
                 here = frozenset().union(*(paths for leader, paths in said if leader == self.rank))
                 self._together.all("download", lambda: self._download(manifest, here, path))
@@ -332,7 +334,21 @@ class ShardedUpload:
     def _shared_dir(self, scratch_dir: str | None, *, per_node: bool) -> tuple[str, int]:
         """A directory, and the rank that fills and removes it: the lowest of those that can see it."""
         mark = secrets.token_hex(8)
-        own = self._together.all("scratch", lambda: _marked_dir(scratch_dir, mark))
+        made: list[str] = []
+
+        def make() -> tuple[str, str]:
+            found = _marked_dir(scratch_dir, mark)
+            made.append(found[0])
+            return found
+
+        try:
+            return self._choose_dir(self._together.all("scratch", make), per_node=per_node)
+        except BaseException:
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    def _choose_dir(self, own: Sequence[tuple[str, str]], *, per_node: bool) -> tuple[str, int]:
         nodes = self._together.all("nodes", node_id)
         path, leader = own[self.rank][0], self.rank
         if per_node:

@@ -144,6 +144,7 @@ class SyncPass:
                 break
             with self.staged(changed) as (local, sources, restless):
                 changed = self.round(local, sources) | restless
+        self.cache.distrust_mapped()
         for path in changed:
             self.skips.append(Skip(path, "keeps changing while it is read", "unstable"))
         unreadable = {skip.path for skip in self.skips if skip.kind == "unreadable"}

@@ -62,8 +62,9 @@ class ArtifactSyncer(Syncer):  # type: ignore[misc]  # Ray has no type informati
             Prometheus).
         progress: Show a bar for transfers that take more than a few seconds. None: where a terminal shows it, that of
             the driver for its workers; True: in workers always (Ray draws it on the driver); False: never.
-        sync_period: Seconds between background syncs; used by `sync_up_if_needed` when the syncer works alone.
-        sync_timeout: Seconds that one sync may take.
+        sync_period: Seconds between background syncs, 0 for none; alone, of `sync_up_if_needed`. What is given to
+            `configure` or `SyncConfig` goes before this, `sync_timeout` as well.
+        sync_timeout: Seconds that one sync may take; None for as long as it takes.
         storage_filesystem: What remote directories are paths on; without it they are URIs or absolute paths.
 
     Raises:

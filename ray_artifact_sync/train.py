@@ -202,8 +202,8 @@ class WorkerArtifacts:
             ray.train.report(dict(metrics), checkpoint=None, **options)
             return
         self._check_name(name)
-        self._part.part_store.open_checkpoint(name)
-        persisted = self._commit(name, checkpoint, options, mode)
+        with self._part.part_store.open_checkpoint(name):
+            persisted = self._commit(name, checkpoint, options, mode)
         self._report_to_ray(dict(metrics), checkpoint, persisted, name, options=options, mode=mode)
 
     def sync(self) -> None:

@@ -33,6 +33,7 @@ from ray_artifact_sync.errors import (
     ConfigurationError,
     FileChangedError,
     IncompleteSyncError,
+    InvalidPathError,
     StagingError,
     StorageError,
     SyncTimeoutError,
@@ -139,7 +140,7 @@ class RemoteUploader:
         self._staging = _Staging(staging_dir, max_staged_bytes, self._crew) if stage else None
         self._pid = os.getpid()
         self._pointers: dict[str, Future[StoredFile]] = {}
-        self._finalizer = weakref.finalize(self, _abandon, self._crew, self._staging, deadline)
+        self._finalizer = weakref.finalize(self, _abandon, self._pid, self._crew, self._staging, deadline)
         self._finalizer.atexit = False  # at exit, `_warn_at_exit` comes first, for all uploaders
         _open_uploaders.add(self)
 
@@ -166,7 +167,7 @@ class RemoteUploader:
             FileNotFoundError: There is no such local file.
             StagingError: No room for the copy (`errno` is ENOSPC for a full disk); nothing is left behind.
             InvalidPathError: `remote_path` is absolute, leaves `remote_dir`, or is this library's own.
-            ArtifactSyncError: The uploader is closed.
+            ArtifactSyncError: The uploader is closed, or the file keeps changing while it is copied.
         """
         self._require_open()
         path = _check_remote_path(remote_path)
@@ -231,7 +232,9 @@ class RemoteUploader:
         Raises:
             IncompleteSyncError: Some uploads failed, see `failures`; all others are there.
             SyncTimeoutError: The uploads go on.
+            ConfigurationError: In a forked child, where nothing goes on.
         """
+        self._require_own_process()
         if not self._crew.wait(timeout):
             raise SyncTimeoutError(
                 f"{self._crew.unfinished} uploads to {self.description} did not end within {timeout:g} s."
@@ -281,9 +284,12 @@ class RemoteUploader:
     def __getstate__(self) -> None:
         raise TypeError("A RemoteUploader holds threads of this process and cannot be pickled.")
 
-    def _require_open(self) -> None:
+    def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise ConfigurationError("This RemoteUploader was made in the parent process; make one here.")
+
+    def _require_open(self) -> None:
+        self._require_own_process()
         if not self._finalizer.alive:
             raise ArtifactSyncError(f"This uploader to {self.description} is closed.")
 
@@ -291,7 +297,7 @@ class RemoteUploader:
 def _check_remote_path(path: str) -> str:
     validate_path(path)
     if layout.is_reserved(path):
-        raise ConfigurationError(f"{path!r} belongs to ray-artifact-sync itself; choose another name.")
+        raise InvalidPathError(f"{path!r} belongs to ray-artifact-sync itself; choose another name.")
     return path
 
 
@@ -697,8 +703,10 @@ def _locked(path: str) -> Iterator[None]:
 # --- the end -------------------------------------------------------------------------------------
 
 
-def _abandon(crew: _Crew, staging: _Staging | None, deadline: Deadline) -> None:
-    """Ends what an uploader started; does not wait."""
+def _abandon(pid: int, crew: _Crew, staging: _Staging | None, deadline: Deadline) -> None:
+    """Ends what an uploader started; does not wait. A forked child leaves alone what is its parent's."""
+    if pid != os.getpid():
+        return
     deadline.cancel()
     crew.close()
     for runner in crew.runners():

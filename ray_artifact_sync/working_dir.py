@@ -42,6 +42,7 @@ STAGING_PREFIX = "staging-"
 """Begins the names of directories, in the state dir, for copies of files that keep changing."""
 
 _POLL_SECONDS = 0.05
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class WorkingDir:
@@ -280,12 +281,14 @@ class WorkingDir:
 
 
 def _lock_within(fd: int, wait_seconds: float | None) -> bool:
-    """Takes an exclusive record lock; False if that took too long."""
+    """Takes an exclusive record lock; False if that took too long. A file system without such locks has no holder."""
     give_up = None if wait_seconds is None else time.monotonic() + wait_seconds
     while True:
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return True
             if give_up is not None and time.monotonic() >= give_up:
                 return False
             time.sleep(_POLL_SECONDS)

@@ -417,6 +417,21 @@ def test_a_refused_note_does_not_keep_the_drivers_files(tmp_path, caplog):
     assert "Could not look at what the worker of trial stored: 403" in caplog.text
 
 
+@pytest.mark.parametrize("bad", [b"bad\xff", b"a\nb"])
+def test_a_name_that_no_store_takes_is_alone_with_that(tmp_path, bad):
+    """Not valid UTF-8, or a control character: the driver's other files go on, and the note can be read."""
+    store = PosixStore(tmp_path / "storage")
+    driver = Driver(tmp_path / "staging", store)
+    driver.write("experiment_state.json", b"{}")
+    driver.write(f"trial/{NAME}", DRIVERS)
+    driver.write(f"trial/{os.fsdecode(bad)}", DRIVERS)
+    for _ in range(2):
+        driver.sync()
+        assert store.read("experiment_state.json") == b"{}"
+        assert store.read(f"trial/{NAME}") == DRIVERS
+        assert read_note(store.below("trial")) == {NAME}
+
+
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"[]", b'{"format": 2, "kind": "driver_files", "files": []}', b'{"format":1,"kind":"x"}']
 )

@@ -210,6 +210,13 @@ def test_the_check_accepts_what_is_allowed(module, source):
     assert not list(violations(module, source, known))
 
 
+def test_train_is_there_without_importing_it():
+    """In a process of its own: whoever has imported the module has the attribute."""
+    code = "import ray_artifact_sync; assert callable(ray_artifact_sync.train.artifacts)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=120, check=True)
+
+
 def test_everything_but_the_adapters_imports_without_ray():
     without_ray = [
         module

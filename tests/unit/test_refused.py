@@ -222,9 +222,10 @@ class Hanging(WrappedStore):
         self.free = threading.Event()
         self.free.set()
         self.hung = threading.Event()
+        self.spared = ".ray"
 
     def around(self, verb, path, act):
-        if verb in ("put", "append") and not path.startswith(".ray") and not self.free.is_set():
+        if verb in ("put", "append") and not path.startswith((".ray", self.spared)) and not self.free.is_set():
             self.hung.set()
             self.free.wait(30)
         return act()
@@ -251,6 +252,101 @@ def test_a_mount_that_hangs(tmp_path):
     place = independent_reader.posix_place(tmp_path / "storage")
     assert independent_reader.head_tree(place) == read_tree(session.working_dir)
     assert place.read("a") == b"newest"
+    abandon(session)
+
+
+class SlowListing(WrappedStore):
+    """Looking around takes longer than a sync may take, once it is switched on."""
+
+    slow = False
+
+    def around(self, verb, path, act):
+        found = act()
+        if self.slow and verb in ("list", "list_files"):
+            time.sleep(0.6)
+        return found
+
+
+def test_a_look_around_that_takes_too_long_forgets_no_checkpoint(tmp_path):
+    """What was not read must not look like what is not there: the old versions would be deleted."""
+    store = SlowListing(PosixStore(tmp_path / "storage"))
+    first = open_session(tmp_path / "work", store, 1)
+    for number in range(2):
+        write(first.working_dir, "a", b"version %d" % number)
+        assert save(first, f"checkpoint_00000{number}")
+    write(first.working_dir, "a", b"version 2")
+    first.sync()
+    abandon(first)
+    store.slow = True
+    second = open_session(tmp_path / "second", store, 2, sync_timeout=0.5, retries=0)
+    write(second.working_dir, "a", b"version 3")
+    with contextlib.suppress(ArtifactSyncError):
+        second.sync()
+    store.slow = False
+    for number in (2, 3):
+        write(second.working_dir, "a", b"another %d" % number)
+        save(second, f"checkpoint_00000{number}")
+    place = independent_reader.posix_place(tmp_path / "storage")
+    found = independent_reader.snapshots(place)
+    assert len(found) == 4
+    for number in range(2):
+        tree = independent_reader.tree_of(place, found[f"checkpoint_00000{number}"])
+        assert tree["a"] == b"version %d" % number
+    abandon(second)
+
+
+class DeletesAndFails(WrappedStore):
+    """Old versions are deleted, and the answer says that they are not."""
+
+    armed = False
+
+    def around(self, verb, path, act):
+        found = act()
+        if self.armed and verb == "delete" and path.startswith(layout.OBJECTS):
+            self.armed = False
+            raise StorageError("the answer was lost")
+        return found
+
+
+def test_a_deletion_that_landed_and_failed(tmp_path, caplog):
+    """The content comes back later: it must be preserved anew, not be taken for preserved."""
+    store = DeletesAndFails(PosixStore(tmp_path / "storage"))
+    session = open_session(tmp_path / "work", store, 1)
+
+    def become(data, checkpoint=None):
+        write(session.working_dir, "status", data)
+        assert save(session, checkpoint) if checkpoint else session.sync()
+
+    become(b"A", "checkpoint_000000")
+    become(b"B")
+    shutil.rmtree(tmp_path / "storage/checkpoint_000000")
+    store.armed = True
+    become(b"B", "checkpoint_000001")
+    assert not store.armed
+    assert "Old versions in" in caplog.text
+    become(b"A", "checkpoint_000002")
+    become(b"C")
+    place = independent_reader.posix_place(tmp_path / "storage")
+    snapshot = independent_reader.snapshots(place)["checkpoint_000002"]
+    assert independent_reader.tree_of(place, snapshot) == {"status": b"A"}
+    abandon(session)
+
+
+def test_an_artifact_that_hangs_does_not_cost_the_checkpoint(tmp_path, caplog):
+    """Its request holds the thread of all operations; the checkpoint's own files go their own way."""
+    store = Hanging(PosixStore(tmp_path / "storage"))
+    session = open_session(tmp_path / "work", store, 1, sync_timeout=0.5, retries=0)
+    write(session.working_dir, "a", b"1")
+    assert save(session, "checkpoint_000000")
+    store.free.clear()
+    store.spared = "checkpoint_"
+    write(session.working_dir, "a", b"22")
+    assert not save(session, "checkpoint_000001")
+    assert "Checkpoint checkpoint_000001 of trial was saved WITHOUT its artifacts" in caplog.text
+    place = independent_reader.posix_place(tmp_path / "storage")
+    assert place.read("checkpoint_000001/model.bin") == b"model of checkpoint_000001"
+    assert set(independent_reader.snapshots(place)) == {"checkpoint_000000"}
+    store.free.set()
     abandon(session)
 
 

@@ -31,8 +31,8 @@ def session_on(run, tmp_path, part, token):
 
 
 def commit(session, directory, name):
-    directory.part_store.open_checkpoint(name)
-    assert save(session, name)
+    with directory.part_store.open_checkpoint(name):
+        assert save(session, name)
 
 
 def test_a_checkpoint_of_two_parts(run, tmp_path):
@@ -55,6 +55,20 @@ def test_a_checkpoint_of_two_parts(run, tmp_path):
     filesystem, root = run
     info = filesystem.get_file_info(f"{root}/{NAME}1/model.bin")
     assert info.type == pyarrow.fs.FileType.File, "the checkpoint's own files are where Ray looks"
+
+
+def test_an_artifact_below_the_name_of_a_checkpoint_that_is_over(run, tmp_path):
+    """What a user writes to `epoch_1/` after a report of that name is an artifact, not the checkpoint's file."""
+    session, directory = session_on(run, tmp_path, "rank_0", 1)
+    commit(session, directory, "epoch_1")
+    (tmp_path / "rank_0/epoch_1").mkdir()
+    (tmp_path / "rank_0/epoch_1/model.bin").write_text("an evaluation")
+    session.sync()
+    session.close()
+    filesystem, root = run
+    with filesystem.open_input_stream(f"{root}/epoch_1/model.bin") as file:
+        assert file.read() == b"model of epoch_1"
+    assert head_tree(store_place(open_part(*run, "rank_0").store)) == {"epoch_1/model.bin": b"an evaluation"}
 
 
 def test_restore_as_of_a_checkpoint(run, tmp_path):

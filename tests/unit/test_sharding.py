@@ -417,6 +417,29 @@ def test_restore_path_per_rank(tmp_path):
     assert len({outcome.value[1] for outcome in outcomes}) == 3
 
 
+def raise_in_selector(collective, target, scratch):
+    sharded = ShardedUpload(target, collective)
+
+    def selector(name):
+        if collective.rank == 1:
+            raise ValueError("a bug of rank 1")
+        return True
+
+    with sharded.restore_path(selector=selector, scratch_dir=scratch):
+        pass
+
+
+def test_a_selector_that_raises_on_one_rank(tmp_path):
+    ShardedUpload(tmp_path / "target").upload(write(tmp_path / "d", {"a": A}))
+    (tmp_path / "scratch").mkdir()
+    outcomes = run_ranks(3, raise_in_selector, str(tmp_path / "target"), str(tmp_path / "scratch"), timeout=20)
+    assert isinstance(outcomes[1].error, ValueError)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, ArtifactSyncError)
+        assert "a bug of rank 1" in str(outcomes[rank].error)
+    assert not [*(tmp_path / "scratch").iterdir()]
+
+
 def raise_in_block(collective, target):
     sharded = ShardedUpload(target, collective)
     with sharded.store_path() as path:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from ray.train._internal.syncer import Syncer
 
-from ray_artifact_sync import ArtifactRegistry, ArtifactSyncer, ConfigurationError
+from ray_artifact_sync import ArtifactRegistry, ArtifactSyncer, ConfigurationError, SyncConfig, configure
 from ray_artifact_sync.errors import ArtifactSyncError, IncompleteSyncError, SyncTimeoutError
+from ray_artifact_sync.options import DEFAULT_SYNC_PERIOD, DEFAULT_SYNC_TIMEOUT
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -108,6 +109,18 @@ def test_sync_up_never_raises_and_an_unread_failure_is_logged(tmp_path, caplog):
     syncer.retry()
     with pytest.raises(RuntimeError, match="Failed sync"):
         syncer.wait_or_retry(max_retries=1, backoff_s=0)
+
+
+def test_what_a_syncer_was_given_holds_in_a_run_unless_the_run_has_its_own():
+    """Ray, too, leaves a custom syncer its period."""
+    own = ArtifactSyncer(sync_period=5, sync_timeout=7)
+    for config in (SyncConfig(syncer=own), configure(syncer=own).sync_config):
+        assert (config.sync_period, config.sync_timeout) == (5, 7)
+    config = configure(syncer=own, sync_period=0, sync_timeout=9).sync_config
+    assert (config.sync_period, config.sync_timeout) == (0, 9)
+    for config in (SyncConfig(syncer=ArtifactSyncer()), SyncConfig()):
+        assert (config.sync_period, config.sync_timeout) == (DEFAULT_SYNC_PERIOD, DEFAULT_SYNC_TIMEOUT)
+    assert SyncConfig(syncer=ArtifactSyncer(sync_timeout=None)).sync_timeout is None
 
 
 def test_sync_up_if_needed_keeps_the_period(tmp_path):

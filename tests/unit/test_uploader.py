@@ -121,6 +121,29 @@ def test_uploads_and_says_what_it_wrote(executor, stage, local, remote):
     assert stored(remote) == {"a/b.bin": b"x" * 3 * MIB}
 
 
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_forked_child_that_ends_leaves_the_uploads_of_its_parent(executor, local, remote, tmp_path):
+    """`with RemoteUploader(...)`, a fork, and a child that unwinds: threads, copies and processes are the parent's."""
+    with RemoteUploader(remote, executor=executor, staging_dir=tmp_path) as uploader:
+        release = hold(uploader)
+        futures = [uploader.upload_file_async(name, local(name, name.encode())) for name in ("a", "b", "c")]
+        child = os.fork()
+        if not child:
+            code = 1
+            signal.alarm(20)  # it would wait for threads that it does not have
+            try:
+                with pytest.raises(ConfigurationError, match="parent process"):
+                    uploader.wait()
+                uploader.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        release.set()
+        assert [future.result(60).path for future in futures] == ["a", "b", "c"]
+    assert stored(remote) == {name: name.encode() for name in ("a", "b", "c")}
+
+
 @pytest.mark.s3
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_uploads_to_s3(executor, local, s3_filesystem, proxy):

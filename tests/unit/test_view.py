@@ -270,8 +270,8 @@ def write_part(filesystem, run_dir: str, part: str, working_dir, checkpoint: str
     )
     session.begin()
     (working_dir / "log.txt").write_text(f"of {part}\n")
-    directory.part_store.open_checkpoint(checkpoint)
-    session.commit_checkpoint(checkpoint, lambda engine: None)
+    with directory.part_store.open_checkpoint(checkpoint):
+        session.commit_checkpoint(checkpoint, lambda engine: None)
     (working_dir / "log.txt").write_text(f"of {part}\nand more\n")
     session.close()
 
