@@ -100,11 +100,10 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # as one would expect of `ray_artifact_sync.train.artifacts()` after `import ray_artifact_sync`
-        return importlib.import_module(f"{__name__}.train")
-    if name not in _HOMES:
+    if name not in _HOMES and name != "train":  # a module: for `ray_artifact_sync.train.artifacts()`
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    home = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    value = getattr(home, name) if name in _HOMES else home
     globals()[name] = value
     return value
 

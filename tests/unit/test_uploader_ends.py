@@ -100,7 +100,8 @@ def test_killed_in_the_middle_of_a_multipart_upload(executor, moto, moto_proxy, 
         assert uploader.upload_file_async("large.bin", large, overwrite=False).result(60).size == SIZE
     assert store.read("large.bin") == large.read_bytes()
     left = unfinished(moto)
-    assert len(left) == len(before) + 1
+    # A worker process may live long enough to take its own parts away.
+    assert len(left) - len(before) in ((1,) if executor == "thread" else (0, 1))
     assert all(size <= SIZE for size in left)
 
 
