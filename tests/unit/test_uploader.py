@@ -33,6 +33,7 @@ from ray_artifact_sync.errors import (
     WorkerDiedError,
 )
 from ray_artifact_sync.stores import open_uri
+from tests.support.processes import is_alive, wait_until
 from tests.support.s3_servers import BUCKET, filesystem_at
 
 MIB = 1024 * 1024
@@ -69,21 +70,6 @@ def stored(directory):
     return {
         str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
     }
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.01)
-
-
-def is_alive(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def hold(uploader):
