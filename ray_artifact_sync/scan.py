@@ -199,8 +199,8 @@ class HashCache:
         for path in fresh if mapped else ():
             known = self._known.get(path)
             if known is not None and known.stat.inode in mapped:
-                self.remember(path, replace(known, settled=False))
-        self._fresh.clear()
+                self._known[path] = replace(known, settled=False)
+                self._files.pop(path, None)
 
     def forget_except(self, paths: Collection[str]) -> None:
         """Drops what is known of files that are gone."""

@@ -261,11 +261,11 @@ class ShardedUpload:
         selections = self._together.all(
             "selections", lambda: frozenset(path for path in manifest.entries if selector is None or selector(path))
         )
-        path, downloaded_by = self._shared_dir(scratch_dir, per_node=download == "per_node")
+        path, leaders = self._shared_dir(scratch_dir, per_node=download == "per_node")
+        downloaded_by = leaders[self.rank]
         try:
-            said = zip(self._together.all("directories", lambda: downloaded_by), selections, strict=True)
             if downloaded_by == self.rank:
-                here = frozenset().union(*(paths for leader, paths in said if leader == self.rank))
+                here = frozenset().union(*(selections[rank] for rank, who in enumerate(leaders) if who == self.rank))
                 self._together.all("download", lambda: self._download(manifest, here, path))
             else:
                 self._together.all("download", lambda: None)
@@ -331,8 +331,8 @@ class ShardedUpload:
 
         self._together.all("end of the block", say)
 
-    def _shared_dir(self, scratch_dir: str | None, *, per_node: bool) -> tuple[str, int]:
-        """A directory, and the rank that fills and removes it: the lowest of those that can see it."""
+    def _shared_dir(self, scratch_dir: str | None, *, per_node: bool) -> tuple[str, Sequence[int]]:
+        """A directory, and for each rank the one that fills and removes its: the lowest of those that can see it."""
         mark = secrets.token_hex(8)
         made: list[str] = []
 
@@ -348,7 +348,7 @@ class ShardedUpload:
                 shutil.rmtree(path, ignore_errors=True)
             raise
 
-    def _choose_dir(self, own: Sequence[tuple[str, str]], *, per_node: bool) -> tuple[str, int]:
+    def _choose_dir(self, own: Sequence[tuple[str, str]], *, per_node: bool) -> tuple[str, Sequence[int]]:
         nodes = self._together.all("nodes", node_id)
         path, leader = own[self.rank][0], self.rank
         if per_node:
@@ -357,11 +357,11 @@ class ShardedUpload:
                 if nodes[rank] == nodes[self.rank] and os.path.exists(os.path.join(*own[rank])):
                     path, leader = own[rank][0], rank
                     break
-        self._together.all("choice", lambda: None)
+        leaders = self._together.all("choice", lambda: leader)
         os.unlink(os.path.join(*own[self.rank]))
         if leader != self.rank:
             os.rmdir(own[self.rank][0])
-        return path, leader
+        return path, leaders
 
     def _download(self, manifest: Manifest, wanted: frozenset[str], path: str) -> None:
         def rule(name: str, is_dir: bool) -> Skip | None:
